@@ -75,14 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Skips the tests of a file that another process has begun."""
     if folder := item.config.getoption("--meet"):
-        ours = item.config.stash.setdefault(BEGUN, {})
-        if item.path not in ours:
+        start_times = item.config.stash.setdefault(BEGUN, {})
+        if item.path not in start_times:
             try:
                 (folder / str(item.path).replace(os.sep, "_")).touch(exist_ok=False)
-                ours[item.path] = True
+                start_times[item.path] = True
             except FileExistsError:
-                ours[item.path] = False
-        if not ours[item.path]:
+                start_times[item.path] = False
+        if not start_times[item.path]:
             # The previous test left up the fixtures that this test would have used.
             item.session._setupstate.teardown_exact(nextitem)
             return True
@@ -124,10 +124,10 @@ def describe(process: psutil.Process) -> str:
         return f"{process.pid} (gone)"
 
 
-def stop(processes: list[psutil.Process], how: signal.Signals) -> None:
+def stop(processes: list[psutil.Process], signal_number: signal.Signals) -> None:
     for process in processes:
         try:
-            process.send_signal(how)
+            process.send_signal(signal_number)
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(processes, timeout=LINGER_S)
@@ -171,11 +171,12 @@ def pytest_timeout_set_timer(item: pytest.Item, settings) -> bool:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that outlives the tests fails the session: by now all fixtures are torn down."""
     psutil.wait_procs(surviving_children(), timeout=session.config.getoption("--linger"))
-    left = surviving_children()
-    if left:
+    leftover_processes = surviving_children()
+    if leftover_processes:
         report = session.config.pluginmanager.getplugin("terminalreporter")
         report.write_line(
-            f"\nprocesses left behind by the tests: {[describe(child) for child in left]}", red=True
+            f"\nprocesses left behind by the tests: {[describe(child) for child in leftover_processes]}",
+            red=True,
         )
-        stop(left, signal.SIGKILL)
+        stop(leftover_processes, signal.SIGKILL)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

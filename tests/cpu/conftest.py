@@ -88,10 +88,10 @@ def _cells(reporter: pytest.TerminalReporter) -> Iterator[Cell]:
 def table(cells: list[Cell]) -> list[str]:
     """An aligned table in Markdown."""
     columns = list(dict.fromkeys(cell.column for cell in cells))
-    of = {(cell.row, cell.column): str(cell) for cell in cells}
+    text_by_place = {(cell.row, cell.column): str(cell) for cell in cells}
     rows = [["engine", *columns]]
     rows += [
-        [row, *(of.get((row, column), "") for column in columns)]
+        [row, *(text_by_place.get((row, column), "") for column in columns)]
         for row in dict.fromkeys(cell.row for cell in cells)
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -78,7 +78,7 @@ class DeltaTrainer(Trainer):
         sent = [self.write_part(part) for part in (0, 1)]
         if keeps:
             self.deltas.keep(self.version, self.copies, AmaxTable(), self.payloads, declined=False)
-        return [each.shares for each in sent]
+        return [update.shares for update in sent]
 
     def write_part(self, part: int) -> WrittenPart:
         return send(

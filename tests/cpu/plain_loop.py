@@ -72,7 +72,10 @@ async def main(config_path: str, out: Path, overrides: list[str]) -> None:
                 sampling = replace(sampling, seed=seed)
                 completions = await engine.generate(prompt.token_ids, sampling, config.rollout.n)
                 groups.append(
-                    Group(prompt, [sample(prompt, each, tokenizer, step) for each in completions])
+                    Group(
+                        prompt,
+                        [sample(prompt, completion, tokenizer, step) for completion in completions],
+                    )
                 )
             [result] = batch_steps.train(batch_of(groups, step))
             steps.write(
@@ -118,7 +121,7 @@ def sample(prompt: Prompt, completion: Completion, tokenizer: Any, step: int) ->
 
 
 def described(groups: list[Group]) -> list[list[tuple[str, float]]]:
-    return [[(each.text, each.reward) for each in group.samples] for group in groups]
+    return [[(sample.text, sample.reward) for sample in group.samples] for group in groups]
 
 
 if __name__ == "__main__":

@@ -60,11 +60,11 @@ def test_cut_tiles_equal_quantising_the_gathered_tensors(
         reshard_reference.full_tensors(SPEC, torch.float32), quantization
     ).in_engine(SPEC, 1, 1)
     assert parts[0].keys() == expected.keys()
-    for name, wanted in expected.items():
+    for name, tensor in expected.items():
         # one rank writes each byte, once
         together = torch.stack([part[name] for part in parts]).sum(0).to(torch.uint8)
         in_memory_order = (
-            wanted.t() if wanted.dtype == torch.uint8 and not wanted.is_contiguous() else wanted
+            tensor.t() if tensor.dtype == torch.uint8 and not tensor.is_contiguous() else tensor
         )
         assert torch.equal(
             together.flatten(), in_memory_order.contiguous().view(-1).view(torch.uint8)

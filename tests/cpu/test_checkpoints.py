@@ -36,22 +36,22 @@ def run_chains(out: Path, chains: list[Chain]) -> dict[tuple[str, int], list[str
         text=True,
     )
     try:
-        said, _ = ranks.communicate(timeout=CHAIN_DEADLINE_S * len(chains))
+        output, _ = ranks.communicate(timeout=CHAIN_DEADLINE_S * len(chains))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.wait()
-    found = [json.loads(line) for line in said.splitlines()]
-    return {(entry["chain"], entry["layout"]): entry["failures"] for entry in found}
+    digests = [json.loads(line) for line in output.splitlines()]
+    return {(entry["chain"], entry["layout"]): entry["failures"] for entry in digests}
 
 
 def assert_equal_under_all_layouts(out: Path, chains: list[Chain]) -> None:
-    found = run_chains(out, chains)
-    wanted = {
+    digests = run_chains(out, chains)
+    expected = {
         (chain["name"], number) for chain in chains for number in range(len(chain["layouts"]))
     }
-    assert {case: failures for case, failures in found.items() if failures} == {}
-    assert set(found) == wanted
+    assert {case: failures for case, failures in digests.items() if failures} == {}
+    assert set(digests) == expected
 
 
 @pytest.mark.timeout(900)
@@ -60,10 +60,12 @@ def test_every_tensor_and_moment_is_the_same_under_other_layouts(
     seldom: bool, tmp_path: Path
 ) -> None:
     """Layouts that were once wrong, one for each cause first; and random ones."""
-    known = {chain["name"]: chain for chain in known_chains(tmp_path)}
-    soon = [known.pop(name) for name in ("tied_odd_width", "no_experts_zero0")]
+    chains_by_name = {chain["name"]: chain for chain in known_chains(tmp_path)}
+    soon = [chains_by_name.pop(name) for name in ("tied_odd_width", "no_experts_zero0")]
     chains = (
-        [*known.values(), *random_chains(tmp_path, seed=0, count=1, layouts=4)] if seldom else soon
+        [*chains_by_name.values(), *random_chains(tmp_path, seed=0, count=1, layouts=4)]
+        if seldom
+        else soon
     )
     assert_equal_under_all_layouts(tmp_path, chains)
 
@@ -85,14 +87,14 @@ def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     tied = known_chains(out)[0]["model"]
     checkpoint = out / "step_000001"
 
-    def scenario(run: str, **more: Any) -> dict[str, Any]:
+    def scenario(run: str, **fields: Any) -> dict[str, Any]:
         return {
             "run": run,
             "name": run,
             "model": str(model),
             "topology": {"tp": 2},
             "checkpoint": str(checkpoint),
-        } | more
+        } | fields
 
     kinds = [["live"], ["master", "live"], ["exp_avg"], ["exp_avg_sq"]]
     differing = [
@@ -114,13 +116,13 @@ def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(
     for rank in saved(runs, "damaged"):
         assert rank["whole"] == {"step": 1}
         assert {file for file, _ in rank["said"]} == FILES
-        for (file, damage), said in rank["said"].items():
-            assert said.startswith("CheckpointError: "), (file, damage)
-            assert f"checkpoint {checkpoint} cannot be used: " in said and said.endswith(
+        for (file, damage), message in rank["said"].items():
+            assert message.startswith("CheckpointError: "), (file, damage)
+            assert f"checkpoint {checkpoint} cannot be used: " in message and message.endswith(
                 "Move it away to use the one before it"
             )
-            assert f"{file} is " in said, (damage, said)
-            assert "\n" not in said
+            assert f"{file} is " in message, (damage, message)
+            assert "\n" not in message
 
 
 def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(
@@ -143,20 +145,20 @@ def test_ranks_that_hold_other_values_of_what_they_share_save_nothing(
     runs, _ = harmed
     for rank in saved(runs, f"ranks_differ.{axis}"):
         assert rank["left"] == []
-        said = rank["said"]
+        messages = rank["said"]
         assert (
             "rank 1: nothing is saved: decoder.final_layernorm.weight is not the optimizer's "
-            "master weight, rounded" in said["live"]
+            "master weight, rounded" in messages["live"]
         )
         for kinds, tensor in (
             ("master+live", "master"),
             ("exp_avg", "exp_avg"),
             ("exp_avg_sq", "exp_avg_sq"),
         ):
-            assert said[kinds].startswith("WriteError: "), said[kinds]
+            assert messages[kinds].startswith("WriteError: "), messages[kinds]
             assert (
                 f"{tensor}/model.norm.weight differs between what is held and what is stored"
-                in said[kinds]
+                in messages[kinds]
             )
 
 
@@ -169,7 +171,8 @@ def test_a_disk_that_keeps_other_bytes_than_were_written_is_told(harmed: tuple[P
 
 def test_a_warning_of_megatron_about_corruption_is_an_error(harmed: tuple[Path, Path]) -> None:
     runs, _ = harmed
-    said = {rank["said"] for rank in saved(runs, "vendor_warns")}
+    messages = {rank["said"] for rank in saved(runs, "vendor_warns")}
     assert any(
-        "warns of corruption: " in text and "can lead to data corruption" in text for text in said
-    ), said
+        "warns of corruption: " in text and "can lead to data corruption" in text
+        for text in messages
+    ), messages

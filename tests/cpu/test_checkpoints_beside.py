@@ -98,15 +98,15 @@ def test_killed_at_20_random_moments_it_goes_on_from_a_whole_checkpoint(
         "20",
         "0",
     ]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=840,
     )
-    lives = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [life["failure"] for life in lives] == [""] * 20, done.stderr
+    lives = [json.loads(line) for line in completed.stdout.splitlines()]
+    assert [life["failure"] for life in lives] == [""] * 20, completed.stderr
     starts = [life["began"] for life in lives]
     assert starts == sorted(starts) and starts[-1] > 5, "it never went back"
     for life, after in itertools.pairwise(lives):

@@ -27,10 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def does(commands: dict[str, str], folder: Path) -> str:
     """Runs the commands one after another, and returns all that they print."""
     printed = ""
-    for text, more in commands.items():
-        done = run(f"{text} {more}", folder)
-        assert done.returncode == 0, f"{text} {more}\n{printed}{done.stdout}\n{done.stderr}"
-        printed += done.stdout
+    for text, suffix in commands.items():
+        completed = run(f"{text} {suffix}", folder)
+        assert completed.returncode == 0, (
+            f"{text} {suffix}\n{printed}{completed.stdout}\n{completed.stderr}"
+        )
+        printed += completed.stdout
     return printed
 
 
@@ -65,7 +67,7 @@ def test_the_first_hour(folder: Path) -> None:
     for name in ("questions", "held_out"):
         data = [{"question": f"{n}+{n}=", "solution": str(2 * n % 10)} for n in range(10)]
         (folder / f"first/{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in data))
-    printed = does({text: more for text, more in FIRST_HOUR.items() if text != begin}, folder)
+    printed = does({text: suffix for text, suffix in FIRST_HOUR.items() if text != begin}, folder)
     for run_dir, steps in (("first", 2), ("first", 3), ("own", 2)):
         assert f"{folder}/first/runs/{run_dir}: {steps} steps" in printed
     assert (

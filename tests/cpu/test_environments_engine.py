@@ -145,8 +145,8 @@ def test_256_samples_run_at_once_each_at_its_own_pace(engine: Any, model: Path) 
             len(prompt.token_ids) - 1 :
         ]
         expected = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        mine = torch.tensor(sample.policy_mask, dtype=torch.bool)
-        assert (torch.tensor(sample.logprobs) - expected)[mine].abs().max() < 1e-5, (
+        trained = torch.tensor(sample.policy_mask, dtype=torch.bool)
+        assert (torch.tensor(sample.logprobs) - expected)[trained].abs().max() < 1e-5, (
             "each turn continued just the tokens before it"
         )
-        assert not torch.tensor(sample.logprobs)[~mine].any()
+        assert not torch.tensor(sample.logprobs)[~trained].any()

@@ -150,11 +150,11 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
         ]
         probabilities, order = logprobs.exp().sort(-1, descending=True)
         # the nucleus: the likeliest candidates until top_p is passed
-        kept = probabilities.cumsum(-1) - probabilities <= top_p
+        nucleus = probabilities.cumsum(-1) - probabilities <= top_p
         if top_k > 0:
-            kept[:, top_k:] = False
-        kept = torch.zeros_like(kept).scatter(-1, order, kept)
-        truncated = torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), -1)
+            nucleus[:, top_k:] = False
+        nucleus = torch.zeros_like(nucleus).scatter(-1, order, nucleus)
+        truncated = torch.log_softmax(logprobs.masked_fill(~nucleus, -torch.inf), -1)
         expected = truncated.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-5
 
@@ -192,7 +192,7 @@ def test_requests_without_the_right_key_are_refused(engine):
             "/update_weights_from_tensor": {"serialized_named_tensors": []},
             "/flush_cache": {},
         }
-        found = {}
+        status_by_path = {}
         async with aiohttp.ClientSession() as session:
             for path, content in paths.items():
                 for key in (None, "guess", engine.keys.api):
@@ -200,11 +200,11 @@ def test_requests_without_the_right_key_are_refused(engine):
                     async with session.post(
                         engine.url + path, json=content, headers=headers
                     ) as response:
-                        found[path, key] = response.status
-        return found
+                        status_by_path[path, key] = response.status
+        return status_by_path
 
-    found = with_client(engine, statuses)
-    allowed = {request for request, status in found.items() if status != 401}
+    status_by_path = with_client(engine, statuses)
+    allowed = {request for request, status in status_by_path.items() if status != 401}
     assert allowed == {("/generate", engine.keys.api)}
 
 
@@ -299,8 +299,8 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         update = WeightUpdate(workers, 7)
         await update.open()
         await update.audit(shares, SentTensors(map))
-        began, ended = await update.close()
-        assert began < ended
+        first_version, ended = await update.close()
+        assert first_version < ended
         [fresh] = await client.generate(prompt, GREEDY)
         assert difference_to_hf(fresh) < 3e-6
         assert fresh.versions.tolist() == [7] * 12
@@ -394,8 +394,8 @@ def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
     with_client(engine, kill_while_generating)
     engine.process.wait(15)
     assert psutil.wait_procs(processes[1:], timeout=10)[1] == []
-    told = engine.log.read_text()
+    log = engine.log.read_text()
     assert (
-        f"process {scheduler.pid} of this engine was killed by SIGKILL" in told
-        or "scheduler_0" in told
+        f"process {scheduler.pid} of this engine was killed by SIGKILL" in log
+        or "scheduler_0" in log
     ), "ours, or SGLang's watchdog"

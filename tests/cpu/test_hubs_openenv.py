@@ -64,17 +64,17 @@ def call(name: str, arguments: Any) -> str:
 
 def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
     """Seed 3 of the environment asks for 343*706, which is 242158."""
-    said = [call("calculate", {"expression": "343*706"}), call("answer", {"number": "242158"})]
-    policy = Saying(*said)
+    turns = [call("calculate", {"expression": "343*706"}), call("answer", {"number": "242158"})]
+    policy = Saying(*turns)
     [sample] = products(
         policy, {"prompt": [{"role": "system", "content": "be right"}], "reset": {"seed": 3}}
     ).samples
     start = (
         "<bos><tools>calculate,answer,picture,fields,own<system>be right<user>343*706=<assistant>"
     )
-    assert policy.asked == [start, f"{start}{said[0]}<eos><tool>242158<assistant>"]
+    assert policy.asked == [start, f"{start}{turns[0]}<eos><tool>242158<assistant>"]
     assert (
-        sample.text == f"{said[0]}<eos><tool>242158<assistant>{said[1]}<eos>"
+        sample.text == f"{turns[0]}<eos><tool>242158<assistant>{turns[1]}<eos>"
         and sample.reward == 1.0
     )
     # the environment's text, between two tokens of the template
@@ -89,15 +89,15 @@ def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
 
 
 def test_what_a_tool_refuses_is_told_to_the_policy_and_counted(products: Played):
-    said = [
+    turns = [
         call("calculate", {"x": 1}),
         call("calculate", {"expression": "1/0"}),
         call("solve", {}),
     ]
-    policy = Saying(*said)
+    policy = Saying(*turns)
     [sample] = products(policy, {"prompt": "", "reset": {"seed": 3}}, max_tokens=2000).samples
-    told = policy.asked[-1].split("<tool>")[1:]
-    assert [part.split("<assistant>")[0][:40] for part in told] == [
+    tool_results = policy.asked[-1].split("<tool>")[1:]
+    assert [part.split("<assistant>")[0][:40] for part in tool_results] == [
         "error: 2 validation errors for call[calc",
         "error: Error calling tool 'calculate': n",
     ]
@@ -262,10 +262,10 @@ def test_episodes_of_a_row_that_do_not_begin_alike_are_counted(boards: Played):
 @pytest.fixture
 def urls() -> list[str]:
     with (
-        closing(socket.create_server(("127.0.0.1", 0))) as one,
-        closing(socket.create_server(("127.0.0.1", 0))) as other,
+        closing(socket.create_server(("127.0.0.1", 0))) as first,
+        closing(socket.create_server(("127.0.0.1", 0))) as second,
     ):
-        return [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+        return [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in (first, second)]
 
 
 @pytest.fixture
@@ -405,7 +405,7 @@ def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "override, told",
+    "override, message",
     [
         ("rollout.args.rows.train=0", "rollout.args.rows=.*expected `int` >= 1"),
         ("rollout.args.seeds=3", "rollout.args.seeds=3: unknown argument"),
@@ -413,8 +413,8 @@ def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
         ("rollout.name=single_turn", "rollout.name=single_turn: only an environment of a hub"),
     ],
 )
-def test_rows_are_refused_where_the_settings_are_wrong(override: str, told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_rows_are_refused_where_the_settings_are_wrong(override: str, message: str):
+    with pytest.raises(ConfigError, match=message):
         write_environment_rows(load_config(str(ROOT / "configs/examples/openenv.yaml"), [override]))
 
 
@@ -423,7 +423,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (
             {"server": "no_such:app"},
@@ -441,15 +441,17 @@ def read(file: Path) -> list[dict[str, Any]]:
         ({"on_crash": float("inf")}, "rollout.args.on_crash=inf: must be a finite number"),
     ],
 )
-def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str, Any], told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_not_there_is_refused_before_anything_starts(
+    arguments: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
         OpenEnv(
             TOKENIZER, **{"python": THERE, "server": "boards:app", "folder": FOLDER, **arguments}
         )
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         ({"text_field": "move"}, "text_field=move: an action has text, times"),
         pytest.param(
@@ -470,10 +472,10 @@ def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str
     ],
 )
 def test_a_server_that_cannot_be_used_ends_the_run_with_the_reason(
-    arguments: dict[str, Any], told: str
+    arguments: dict[str, Any], message: str
 ):
     with (
         opened(**arguments, retries=0) as played,
-        pytest.raises(RuntimeError, match=f"(?s)could not be started.*{told}"),
+        pytest.raises(RuntimeError, match=f"(?s)could not be started.*{message}"),
     ):
         played(Saying("ab"), {"reset": {}})

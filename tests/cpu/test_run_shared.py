@@ -45,9 +45,12 @@ def test_shared_run_survives_its_engine_and_ends_with_its_trainer(tmp_path):
             "return of the engine",
             DEADLINE_S,
         )
-        done = len(rows(run_dir))
+        finished_steps = len(rows(run_dir))
         wait_until(
-            lambda: len(rows(run_dir)) >= done + 4, process, "steps with the new engine", DEADLINE_S
+            lambda: len(rows(run_dir)) >= finished_steps + 4,
+            process,
+            "steps with the new engine",
+            DEADLINE_S,
         )
         next(child for child in descendants(process) if "trainer 0" in title(child)).kill()
         process.wait(timeout=60)

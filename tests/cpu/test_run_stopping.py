@@ -38,7 +38,7 @@ def trained(run_dir: Path) -> list[int]:
     return sorted(itertools.chain(*(line["ordinals"] for line in lines)))
 
 
-def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
+def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
     return [
         "train",
         "configs/quickstart.yaml",
@@ -46,7 +46,7 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
         f"run_dir={run_dir}",
         *OVERRIDES,
         "checkpoint.every=0",
-        *more,
+        *overrides,
     ]
 
 
@@ -79,8 +79,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=240)
         (tmp_path / ASK).touch()
         wait_until((tmp_path / REACHED).exists, process, "an update in its middle")
-        for each in [process, *descendants(process)]:
-            each.send_signal(signal.SIGTERM)
+        for member in [process, *descendants(process)]:
+            member.send_signal(signal.SIGTERM)
         (tmp_path / ASK).unlink()
         process.wait(timeout=150)
     finally:

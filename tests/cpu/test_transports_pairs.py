@@ -117,7 +117,7 @@ class Run:
         by_rank, shares = zip(*self.write(seed, session))
         self.do(
             session.audit(
-                [packed_shares(each) for each in shares], self.opened.tensors, self.opened.relays
+                [packed_shares(share) for share in shares], self.opened.tensors, self.opened.relays
             )
         )
         for rank, process in enumerate(self.engines):
@@ -175,10 +175,12 @@ def networks() -> list[Any]:
 def test_each_pair_has_its_own_transport(processes, tmp_path, network):
     a = host("a", network)
     b = host("b", network)
-    with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b, b]) as both:
-        assert both.opened.kinds == {SHARED_MEMORY, network} and not both.opened.relays
+    with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b, b]) as two_engines:
+        assert (
+            two_engines.opened.kinds == {SHARED_MEMORY, network} and not two_engines.opened.relays
+        )
         for seed in (1, 2):
-            by_rank = both.update(seed)
+            by_rank = two_engines.update(seed)
         assert all(
             by_rank[trainer][engine] > 0 for trainer in range(TRAINERS) for engine in range(ENGINES)
         )
@@ -217,7 +219,7 @@ def test_engines_of_any_hosts_pass_on_to_each_other(processes, tmp_path, network
             MOONCAKE,
             SHARED_MEMORY,
         } and far.opened.relay == RelayRule("between_engines", 1)
-        whole = sum(
+        full_bytes = sum(
             write.bytes for rank in range(TRAINERS) for write in plain_map().writes_from(rank)
         )
         for seed in (1, 2):
@@ -225,7 +227,7 @@ def test_engines_of_any_hosts_pass_on_to_each_other(processes, tmp_path, network
             assert (
                 sum(sum(sent.values()) for sent in by_rank)
                 + sum(relay.bytes for relay in far.opened.relays)
-                == whole
+                == full_bytes
             )
         assert (
             {relay.source_rank for relay in far.opened.relays}
@@ -268,12 +270,12 @@ def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
     shares = [
         pack_shares(np.zeros(len(tensors.sent_by(rank)), np.uint64)) for rank in range(TRAINERS)
     ]
-    found = [
+    digests = [
         {name: 0 for rank, name in map(tensors.name, places) if rank == engine}
         for engine in range(ENGINES)
     ]
-    compare([packed(each) for each in found], shares, tensors, forwarding.relays)
-    found[relay.destination_rank]["model.norm.weight"] = 8
+    compare([packed(digest) for digest in digests], shares, tensors, forwarding.relays)
+    digests[relay.destination_rank]["model.norm.weight"] = 8
     wrong = (
         f"model.norm.weight on generator rank {relay.destination_rank} is not what trainer "
         "rank . sent"
@@ -281,4 +283,4 @@ def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
     with pytest.raises(
         AuditError, match=f"failed:\n{wrong}, passed on by generator rank {relay.source_rank}$"
     ):
-        compare([packed(each) for each in found], shares, tensors, forwarding.relays)
+        compare([packed(digest) for digest in digests], shares, tensors, forwarding.relays)

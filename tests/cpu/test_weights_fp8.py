@@ -176,12 +176,12 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
     )
     # The engine gets a folder without weights.
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    how = dict(
+    settings = dict(
         dp_attention=setting.dp_attention,
         **server_arguments(setting.quantization, load_spec(checkpoint).vision_tower),
     )
     with open_generator(
-        folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how
+        folder / "config", "bfloat16", setting.tp, setting.ep, folder, **settings
     ) as generator:
         generator.map_memory(key_file)
         yield Synced(checkpoint, generator)

@@ -74,12 +74,12 @@ def sources(seed: int, device: str) -> dict[str, torch.Tensor]:
 
 
 def expected(seed: int) -> dict[str, torch.Tensor]:
-    given = sources(seed, "cpu")
+    tensors = sources(seed, "cpu")
     wide = torch.full((1000, 512), -1.0, dtype=torch.bfloat16)
-    wide[100:612, :256], wide[:100] = given["x"][:512, 8:264], 0
+    wide[100:612, :256], wide[:100] = tensors["x"][:512, 8:264], 0
     cast = torch.full((5000,), -1.0, dtype=torch.bfloat16)
-    cast[1:4098] = given["y"].bfloat16()
-    return {"wide": wide, "whole": given["x"][600:603].clone(), "cast": cast}
+    cast[1:4098] = tensors["y"].bfloat16()
+    return {"wide": wide, "whole": tensors["x"][600:603].clone(), "cast": cast}
 
 
 class Engine:
@@ -144,10 +144,10 @@ def pair(request):
 
 
 def check(engine: RemoteObject, seed: int) -> None:
-    found = engine.call("memory")
+    memory = engine.call("memory")
     for name, values in expected(seed).items():
-        assert torch.equal(torch.from_numpy(found[name]), values.view(torch.uint8)), name
-    assert (found["large"] == 7).all()
+        assert torch.equal(torch.from_numpy(memory[name]), values.view(torch.uint8)), name
+    assert (memory["large"] == 7).all()
 
 
 def test_cuda_ipc_writes_in_place(pair):

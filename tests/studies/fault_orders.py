@@ -32,15 +32,15 @@ def taken(folder: str | Path, name: str) -> str | None:
     Returns None if there is no such order, or another process has taken it.
     """
     path = Path(folder, name)
-    mine = Path(folder, f"{name}.taken.{os.getpid()}")
+    taken_file = Path(folder, f"{name}.taken.{os.getpid()}")
     if not path.exists():
         return None
     try:
-        path.rename(mine)
+        path.rename(taken_file)
     except FileNotFoundError:
         return None
-    text = mine.read_text()
-    mine.unlink()
+    text = taken_file.read_text()
+    taken_file.unlink()
     return text
 
 

@@ -79,16 +79,16 @@ def run(
     folder = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-"))
     started = time.monotonic()
     possible = here(list(kinds) or list(KINDS), small_file_systems(folder / RUN_DIR))
-    done = list(campaign(folder, plan(faults, seed, possible), seed, started + 60 * minutes))
+    results = list(campaign(folder, plan(faults, seed, possible), seed, started + 60 * minutes))
     facts = {
         "hardware": f"{usable_cores()} CPU cores",
         "seed": seed,
         "seconds": time.monotonic() - started,
-        "table": table(done),
-        "faults": [asdict(fault) for fault in done],
+        "table": table(results),
+        "faults": [asdict(fault) for fault in results],
     }
     print(json.dumps(facts) if as_json else render(facts))
-    if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in done):
+    if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in results):
         if os.path.ismount(folder / RUN_DIR):  # only this process's mount namespace has the folder
             shutil.copytree(folder / RUN_DIR, folder / "left", ignore_dangling_symlinks=True)
         print(
@@ -117,11 +117,11 @@ def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
     The result is shuffled.
     """
     random = Random(seed)
-    chosen = random.sample(kinds, min(faults, len(kinds)))
+    selected = random.sample(kinds, min(faults, len(kinds)))
     weights = [max(KINDS[kind].weight, len(kinds) == 1) for kind in kinds]
-    chosen += random.choices(kinds, weights, k=faults - len(chosen))
-    random.shuffle(chosen)
-    return chosen
+    selected += random.choices(kinds, weights, k=faults - len(selected))
+    random.shuffle(selected)
+    return selected
 
 
 def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Iterator[Fault]:
@@ -139,11 +139,11 @@ def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Ite
                 break
             time.sleep(random.uniform(0, LONGEST_WAIT_S))
             faults.append(fault := carry_out(run, kind, random))
-            told = (
+            line = (
                 f"{number + 1}/{len(kinds)} {kind}, step {fault.step}: {fault.outcome}, "
                 f"{fault.seconds:.0f} s"
             )
-            print(f"{told}\n{fault.problem}".rstrip(), file=sys.stderr, flush=True)
+            print(f"{line}\n{fault.problem}".rstrip(), file=sys.stderr, flush=True)
         finish(run, faults)
     finally:
         run.kill()
@@ -194,11 +194,11 @@ def end(run: FaultRun, fault: Fault, notice: str, status: int) -> None:
 
     Raises Hang; Ended if exit status or message are not the expected ones.
     """
-    found = run.exit_status(STARTED_S)
+    exit_status = run.exit_status(STARTED_S)
     fault.orphans += run.orphans()
-    if found != status or not run.said(notice):
+    if exit_status != status or not run.said(notice):
         raise Ended(
-            f"it ended with {found}, not {status}, or did not say "
+            f"it ended with {exit_status}, not {status}, or did not say "
             f"{notice!r}:\n{run.output.read_text(errors='replace')[-3000:]}"
         )
 

@@ -135,21 +135,27 @@ def run(names: Sequence[str], as_json: bool) -> None:
 
     Raises ConfigError; RuntimeError if no test noticed a mutation.
     """
-    if unknown := [name for name in names if not any(name in each.name for each in MUTATIONS)]:
+    if unknown := [
+        name for name in names if not any(name in mutation.name for mutation in MUTATIONS)
+    ]:
         raise ConfigError(
-            f"--only {unknown[0]}: is part of none of: {'; '.join(each.name for each in MUTATIONS)}"
+            f"--only {unknown[0]}: is part of none of: {'; '.join(mutation.name for mutation in MUTATIONS)}"
         )
-    chosen = [each for each in MUTATIONS if not names or any(name in each.name for name in names)]
-    found = []
-    for seen in study(chosen):
-        found.append(seen)
+    selected = [
+        mutation
+        for mutation in MUTATIONS
+        if not names or any(name in mutation.name for name in names)
+    ]
+    outcomes = []
+    for outcome in study(selected):
+        outcomes.append(outcome)
         print(
-            f"{len(found)}/{len(chosen)} {seen.mutation}: {', '.join(seen.by) or 'NOT SEEN'}",
+            f"{len(outcomes)}/{len(selected)} {outcome.mutation}: {', '.join(outcome.by) or 'NOT SEEN'}",
             file=sys.stderr,
             flush=True,
         )
-    print(json.dumps([asdict(each) for each in found]) if as_json else render(found))
-    if missed := [each.mutation for each in found if not each.by]:
+    print(json.dumps([asdict(outcome) for outcome in outcomes]) if as_json else render(outcomes))
+    if missed := [outcome.mutation for outcome in outcomes if not outcome.by]:
         raise RuntimeError(f"no test saw: {'; '.join(missed)}")
 
 
@@ -171,10 +177,10 @@ def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
             raise RuntimeError(f"tests fail though nothing is broken: {', '.join(wrong)}")
         for mutation in mutations:
             file = copy / mutation.file
-            began = time.monotonic()
+            start_s = time.monotonic()
             text = file.read_text()
             file.write_text(broken(mutation, text))
-            yield Seen(mutation.name, failures(mutation.tests, copy), time.monotonic() - began)
+            yield Seen(mutation.name, failures(mutation.tests, copy), time.monotonic() - start_s)
             file.write_text(text)
 
 
@@ -214,9 +220,9 @@ def failures(tests: Sequence[str], copy: Path) -> list[str]:
     return re.findall(r"^FAILED tests/\S+::(\w+)", ended.stdout, re.MULTILINE)
 
 
-def render(found: Sequence[Seen]) -> str:
+def render(outcomes: Sequence[Seen]) -> str:
     rows = [
-        f"| {each.mutation} | {', '.join(dict.fromkeys(each.by)) or '**no test**'} |"
-        for each in found
+        f"| {outcome.mutation} | {', '.join(dict.fromkeys(outcome.by)) or '**no test**'} |"
+        for outcome in outcomes
     ]
     return "\n".join(["| broken | seen by |", "|---|---|", *rows])

@@ -99,8 +99,8 @@ def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: 
     check_settings(runs, settings)
     note_settings(runs, settings)
     results = []
-    for left, (job, plan) in zip(range(len(jobs), 0, -1), plans.items()):
-        print(f"{plan.config.run_dir}; {left} runs to go", file=sys.stderr)
+    for remaining_jobs, (job, plan) in zip(range(len(jobs), 0, -1), plans.items()):
+        print(f"{plan.config.run_dir}; {remaining_jobs} runs to go", file=sys.stderr)
         for command in ("sft", "train"):
             run_megarl(
                 command, config, [*overrides, *_overrides(runs, *job)], Path(plan.config.run_dir)
@@ -162,10 +162,10 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     baseline = rewards.pop(SYNCHRONOUS)
     spread = max(baseline.values()) - min(baseline.values())
     differences = {
-        setting: [each - baseline[seed] for seed, each in by_seed.items()]
+        setting: [value - baseline[seed] for seed, value in by_seed.items()]
         for setting, by_seed in rewards.items()
     }
-    return [_comparison(setting, each, spread) for setting, each in differences.items()]
+    return [_comparison(setting, by_seed, spread) for setting, by_seed in differences.items()]
 
 
 def _comparison(setting: Setting, differences: Sequence[float], spread: float) -> Comparison:
@@ -186,7 +186,10 @@ def render(facts: Mapping[str, Any]) -> str:
     by_setting: dict[tuple, list[Mapping[str, Any]]] = {}
     for result in facts["runs"]:
         by_setting.setdefault((result["capacity"], result["max_staleness"]), []).append(result)
-    compared = {(each["capacity"], each["max_staleness"]): each for each in facts["compared"]}
+    compared = {
+        (comparison["capacity"], comparison["max_staleness"]): comparison
+        for comparison in facts["compared"]
+    }
     lines = [
         f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | "
         "mean | difference | noise | at most "
@@ -197,7 +200,7 @@ def render(facts: Mapping[str, Any]) -> str:
             for (capacity, bound), results in by_setting.items()
         ),
     ]
-    same = sum(each["same"] for each in compared.values())
+    same = sum(comparison["same"] for comparison in compared.values())
     verdict = (
         f"{same} of {len(compared)} settings reach the reward of the first row, within the "
         "range of its own seeds."

@@ -40,10 +40,10 @@ def check_settings(runs: Path, config: RunConfig) -> None:
     if not (runs / SETTINGS).is_file():
         return
     earlier = load_config(runs / SETTINGS)
-    found = differences({key: value_at(earlier, key) for key in keys_of(earlier)}, config)
+    changes = differences({key: value_at(earlier, key) for key in keys_of(earlier)}, config)
     changed = [
         f"{key}={yaml_text(value)}"
-        for key, value in found.items()
+        for key, value in changes.items()
         if not key.startswith(_WITHOUT_EFFECT)
     ]
     if changed:
