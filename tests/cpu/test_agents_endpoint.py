@@ -285,7 +285,7 @@ TOO_LONG = "print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"
         ("call()", "{prompt}", "6*7=\0", 0, "has the character NUL"),
     ],
 )
-def test_an_episode_without_an_answered_call_is_counted_and_its_prompt_dropped(
+def test_unanswered_episode_is_counted_and_its_prompt_dropped(
     code: str,
     word: str,
     prompt: str,
@@ -294,6 +294,7 @@ def test_an_episode_without_an_answered_call_is_counted_and_its_prompt_dropped(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
+    """An episode is unanswered if none of its calls was answered."""
     code = f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\n{code}"
     group = roll_out(
         Calculating(), command=[*script(code), word], retries=1, on_crash=-0.5, prompt=prompt
@@ -320,9 +321,10 @@ def test_the_longest_word_that_linux_takes_is_given():
     assert group.samples[0].finish_reason == "stop"
 
 
-def test_an_unanswered_episode_drops_its_whole_group_and_what_the_others_sampled_is_shown(
+def test_unanswered_episode_drops_its_group(
     tmp_path: Path,
 ):
+    """What the group's other episodes sampled is shown."""
     code = f"import os\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept OSError: call()"
     group = roll_out(Calculating(), n=2, command=script(code), retries=0)
     assert sorted(sample.finish_reason for sample in group.samples) == ["stop", "unanswered"]
@@ -337,7 +339,7 @@ def test_an_unanswered_episode_drops_its_whole_group_and_what_the_others_sampled
     }
 
 
-def test_the_run_ends_if_more_than_a_share_of_recent_prompts_is_unanswered():
+def test_run_ends_if_too_many_recent_prompts_are_unanswered():
     played: list[Group] = []
     with pytest.raises(
         RuntimeError,
@@ -421,7 +423,8 @@ print(1)
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_a_sandbox_has_no_network_and_a_bwrap_none_of_the_hosts_files(kind: str, tmp_path: Path):
+def test_sandbox_has_no_network_and_no_file_of_the_host(kind: str, tmp_path: Path):
+    """Only bwrap hides the host's files."""
     (tmp_path / "secret").write_text("secret")
     code = f"""
 import socket

@@ -434,7 +434,8 @@ REFUSED = [
 ]
 
 
-def test_what_would_change_what_is_sampled_is_refused_with_the_reason() -> None:
+def test_fields_that_would_change_the_samples_are_refused() -> None:
+    """The answer names the reason."""
     policy = Saying()
 
     async def run() -> None:

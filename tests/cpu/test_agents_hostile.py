@@ -355,9 +355,7 @@ WELL_FORMED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), WELL_FORMED, ids=[path for path, _ in WELL_FORMED])
-def test_whatever_is_wrong_with_a_request_it_is_answered_or_refused(
-    path: str, body: dict[str, Any]
-) -> None:
+def test_mutated_requests_are_answered_or_refused(path: str, body: dict[str, Any]) -> None:
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         return [Completion([5, EOS], [-1.0] * 2, [0] * 2, "stop") for _ in range(n)]
 
@@ -399,7 +397,7 @@ def test_compressed_bodies_are_bounded_as_they_unfold() -> None:
     asyncio.run(agent())
 
 
-def test_the_key_of_another_episode_opens_that_one_alone_and_ends_with_it() -> None:
+def test_key_opens_its_own_episode_and_ends_with_it() -> None:
     async def agent() -> None:
         policy = Calculating()
         async with served(policy, 2) as (
@@ -442,7 +440,7 @@ async def open_call(to: EpisodeAccess) -> asyncio.StreamWriter:
     return writer
 
 
-def test_many_connections_of_an_episode_wait_and_are_in_nobodys_way() -> None:
+def test_waiting_connections_of_an_episode_block_no_other() -> None:
     async def agent() -> None:
         async with served(Calculating(), 2) as (client, _, [first_endpoint, second_endpoint]):
             opened = [await open_call(first_endpoint) for _ in range(200)]
@@ -545,7 +543,9 @@ class Watched:
         return called
 
 
-def test_what_has_no_room_is_not_tokenised_and_all_else_in_a_thread() -> None:
+def test_too_long_requests_are_not_tokenised() -> None:
+    """All others are tokenised in a thread."""
+
     async def agent() -> None:
         template = Watched(TEMPLATE)
         tokenizer = Watched(TOKENIZER)
@@ -567,7 +567,9 @@ def test_what_has_no_room_is_not_tokenised_and_all_else_in_a_thread() -> None:
     asyncio.run(agent())
 
 
-def test_calls_of_an_episode_are_read_one_after_the_other_also_those_that_are_given_up() -> None:
+def test_calls_of_an_episode_are_read_one_by_one() -> None:
+    """This is so for calls that are given up, too."""
+
     async def agent() -> None:
         episode, go, running = (
             Episode(Calculating(), TOKENIZER, TEMPLATE, JsonParser(), SAMPLING),
@@ -631,7 +633,9 @@ def test_a_text_that_a_parser_reads_for_too_long_stays_text(
 
 
 @pytest.mark.long
-def test_parsers_of_sglang_find_calls_and_give_up_beside_the_event_loop() -> None:
+def test_sglang_parsers_run_beside_the_event_loop() -> None:
+    """They find calls, and give up on what they cannot read."""
+
     async def run() -> None:
         parser = find_parser("qwen25", "key")
         call_text = '<tool_call>\n{"name": "x", "arguments": {"a": 1}}\n</tool_call>'
@@ -648,7 +652,9 @@ def test_parsers_of_sglang_find_calls_and_give_up_beside_the_event_loop() -> Non
     asyncio.run(run())
 
 
-def test_the_calls_of_an_episode_are_bounded_those_in_flight_among_them() -> None:
+def test_calls_of_an_episode_are_bounded() -> None:
+    """Calls in flight count."""
+
     async def agent() -> None:
         async with served(Calculating(), max_calls=5) as (client, [episode], [to]):
             responses = await asyncio.gather(
@@ -664,7 +670,7 @@ def test_the_calls_of_an_episode_are_bounded_those_in_flight_among_them() -> Non
     asyncio.run(agent())
 
 
-def test_an_agent_that_hangs_up_while_it_is_answered_ends_nothing() -> None:
+def test_agent_that_hangs_up_during_an_answer_ends_nothing() -> None:
     async def agent() -> None:
         async with served(Calculating()) as (client, _, [to]):
             body = json.dumps({"messages": [USER], "stream": True}).encode()
@@ -723,7 +729,8 @@ def test_the_last_line_of_much_output_is_the_reward() -> None:
     assert roll_out(Calculating(), command=script(code), reward="program").samples[0].reward == 0.5
 
 
-def test_a_program_whose_calls_are_all_refused_ends_the_run_with_the_reason() -> None:
+def test_program_with_only_refused_calls_ends_the_run() -> None:
+    """The run's message has the reason."""
     with pytest.raises(
         RuntimeError,
         match=r"sampled nothing .* its last call was refused: the maximum context length is "

@@ -73,9 +73,8 @@ def test_every_tensor_and_moment_is_the_same_under_other_layouts(
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(1, 7))
-def test_every_tensor_and_moment_is_the_same_under_51_pairs_of_random_layouts(
-    tmp_path: Path, seed: int
-) -> None:
+def test_checkpoint_is_equal_under_pairs_of_random_layouts(tmp_path: Path, seed: int) -> None:
+    """Every tensor and moment is the same under 51 pairs."""
     assert_equal_under_all_layouts(tmp_path, random_chains(tmp_path, seed, count=17, layouts=4))
 
 
@@ -109,9 +108,10 @@ def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return out, checkpoint
 
 
-def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(
+def test_every_rank_names_a_damaged_file(
     harmed: tuple[Path, Path],
 ) -> None:
+    """Nothing is made of it."""
     runs, checkpoint = harmed
     for rank in saved(runs, "damaged"):
         assert rank["whole"] == {"step": 1}
@@ -125,9 +125,10 @@ def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(
             assert "\n" not in message
 
 
-def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(
+def test_export_names_the_damaged_checkpoint(
     harmed: tuple[Path, Path],
 ) -> None:
+    """It does not name its own copy of it."""
     runs, checkpoint = harmed
     for rank in saved(runs, "damaged"):
         assert (
@@ -139,7 +140,7 @@ def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp"])
-def test_ranks_that_hold_other_values_of_what_they_share_save_nothing(
+def test_ranks_with_unequal_shared_values_save_nothing(
     harmed: tuple[Path, Path], axis: str
 ) -> None:
     runs, _ = harmed

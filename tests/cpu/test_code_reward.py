@@ -210,10 +210,8 @@ STOPS = (
     ("program", "reason"),
     [("' '", "slow"), pytest.param(r"'\n'", "crashed", marks=pytest.mark.long)],
 )
-def test_a_program_that_stops_the_process_that_tests_it_holds_a_worker_for_the_time_of_a_test(
-    program: str, reason: str
-) -> None:
-    """And not for the time of all tests, here an hour, whatever it writes in that process's place."""
+def test_program_that_stops_its_tester_costs_one_test_timeout(program: str, reason: str) -> None:
+    """Not the time of all tests, here an hour, whatever it writes in that process's place."""
     hostile = f"{STOPS} os.write(file, {program}.encode())\n time.sleep(0.5)"
     [score] = scored([(row([("1 2\n", "3\n")]), fenced(hostile))], 0.5, 3600.0)
     assert score.reward == 0.0 and score.parts[reason] == 1.0
@@ -256,7 +254,7 @@ asyncio.run(open_and_close())
 """
 
 
-def test_a_python_that_is_started_by_a_relative_path_runs_programs(tmp_path: Path) -> None:
+def test_python_with_a_relative_path_runs_programs(tmp_path: Path) -> None:
     python = tmp_path / os.path.relpath(sys.executable, tmp_path)
     completed = subprocess.run(
         [python, "-c", RELATIVE], capture_output=True, text=True, check=False

@@ -75,7 +75,7 @@ def failure(group: ProcessGroup, within_s: float) -> ProcessFailed:
 
 @pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_path, replicas):
+def test_engine_ends_if_its_scheduler_is_killed_at_the_start(model, tmp_path, replicas):
     """With replicas of attention, schedulers are children of an intermediate process."""
     if replicas > 1:
         model = make_checkpoint(

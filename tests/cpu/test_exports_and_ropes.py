@@ -152,7 +152,7 @@ def distance(rows: list[list[float]], references: list[list[float]]) -> float:
     )
 
 
-def test_each_form_is_accepted_by_a_family_or_refused_with_its_name() -> None:
+def test_each_rope_form_is_accepted_or_refused_with_its_name() -> None:
     forms = {form for _, form in ACCEPTED}
     assert FORMS.keys() - forms == {"dynamic", "longrope", "yarn"}
     for form in ("dynamic", "longrope", "yarn"):

@@ -110,8 +110,8 @@ def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
         assert completion.versions.tolist() == [-1] * 12 and completion.finish_reason == "length"
 
 
-def test_a_response_fills_the_context_but_for_what_sglang_keeps_back(engine):
-    """Also if its last token takes a request of its own."""
+def test_response_fills_the_context(engine):
+    """All but what SGLang keeps back, also if the last token takes a request of its own."""
 
     async def longest(client, left_over):
         tokens = CONTEXT - len(PROMPTS[0]) - left_over
@@ -208,7 +208,7 @@ def test_requests_without_the_right_key_are_refused(engine):
     assert allowed == {("/generate", engine.keys.api)}
 
 
-def test_keys_show_neither_in_process_titles_nor_in_the_log_nor_to_users(engine):
+def test_keys_are_in_no_title_log_or_answer(engine):
     def secret_in(text: str) -> bool:
         return engine.keys.api in text or engine.keys.admin in text
 
@@ -235,7 +235,7 @@ def test_server_listens_on_loopback_only(engine):
     assert {address for address, _ in listening} == {"127.0.0.1"}
 
 
-def test_a_paused_engine_leaves_the_cores_to_others_and_goes_on_with_its_requests(engine):
+def test_paused_engine_frees_the_cores_and_keeps_its_requests(engine):
     async def cpu_s_of_a_pause(client: EngineClient) -> tuple[float, Completion]:
         long = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
         request = asyncio.ensure_future(client.generate(PROMPTS[0], long))
@@ -251,7 +251,7 @@ def test_a_paused_engine_leaves_the_cores_to_others_and_goes_on_with_its_request
     assert spent_s < 0.5
 
 
-def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, checkpoints, hub):
+def test_replaced_weights_are_never_mixed_with_old_keys(engine, checkpoints, hub):
     """One engine and two trainer processes: layout check, direct writes, audit, prefix cache,
     corruption, worker errors.
     """
@@ -380,7 +380,7 @@ def test_engine_ends_with_its_launcher(checkpoints):
     assert psutil.wait_procs([server], timeout=10)[1] == []
 
 
-def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
+def test_engine_ends_when_one_of_its_processes_is_killed(engine):
     """The last test, because it ends the module's engine."""
     processes = engine.processes()
     scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))

@@ -97,7 +97,7 @@ def test_reward_and_metrics_are_the_environments():
         ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),
     ],
 )
-def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
+def test_failed_episode_is_counted_and_rewarded_as_a_crash(
     kind: str,
     counted: str,
     arguments: dict[str, Any],
@@ -110,7 +110,7 @@ def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
     assert message in capfd.readouterr().out
 
 
-def test_a_reward_function_that_is_called_reward_is_a_metric_as_others_are():
+def test_reward_function_named_reward_is_a_metric():
     [sample] = play("own reward", "a").samples
     assert sample.reward == 1.0 and sample.metrics["reward_"] == 0.5
 
@@ -160,7 +160,7 @@ def test_a_row_that_has_no_room_is_tried_once():
     )
 
 
-def test_an_environment_that_cannot_be_loaded_ends_the_run_with_the_reason():
+def test_unloadable_environment_ends_the_run_with_the_reason():
     with pytest.raises(
         RuntimeError,
         match=r"(?s)status 1;.*it cannot be loaded: TypeError: load_environment\(\) got an "
@@ -260,8 +260,8 @@ def test_an_environment_of_the_package_itself(tmp_path: Path):
     )
 
 
-def test_what_an_environment_has_started_ends_with_whoever_has_started_its_worker():
-    """As when the run is killed: only the end of the pipe tells the worker."""
+def test_processes_of_an_environment_end_with_the_run():
+    """The end of the pipe alone tells the worker, as when the run is killed."""
     request = {"do": "serve", "environment": "games", "args": {"kind": "starts"}}
     inside = ROOT / "megarl/agents/hubs/inside_verifiers.py"
     environment = {**os.environ, "PYTHONPATH": HERE["folder"]}

@@ -131,7 +131,7 @@ def test_reward_and_metrics_are_those_of_the_trace(row: dict[str, Any]):
     assert samples["17<eos>"].metrics["letters"] == 2
 
 
-def test_turns_and_tools_of_an_episode_are_one_sequence_of_what_was_sampled(row: dict[str, Any]):
+def test_turns_and_tools_of_an_episode_are_one_sequence(row: dict[str, Any]):
     called = '<tool_call>{"name": "calculator_add", "arguments": {"a": 2, "b": 1}}</tool_call>'
     policy = Saying(called, "3")
     [sample] = play(row, policy, args=args(turns=2, tools=True)).samples
@@ -173,7 +173,7 @@ def test_turns_and_tools_of_an_episode_are_one_sequence_of_what_was_sampled(row:
         ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),
     ],
 )
-def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
+def test_failed_episode_is_counted_and_rewarded_as_a_crash(
     kind: str,
     counted: str,
     arguments: dict[str, Any],

@@ -26,7 +26,7 @@ def print_server_args() -> None:
     print(*(field.name for field in msgspec.structs.fields(ServerArgs)))
 
 
-def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(
+def test_arguments_read_from_sglangs_source_are_its_own(
     tmp_path: Path,
 ) -> None:
     with open(tmp_path / "names", "wb") as output:

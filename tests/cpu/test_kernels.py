@@ -51,7 +51,7 @@ def test_kernels(file, interpret, tmp_path):
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
-def test_the_kernels_division_is_exact_for_every_bf16_number_and_scale():
+def test_kernels_division_is_exact_for_bf16():
     """Checks its formula in exact fractions.
 
     A power of two changes no significand, so one binade of each stands for all.

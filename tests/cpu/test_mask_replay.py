@@ -142,9 +142,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_at_equal_weights_ratios_are_1_over_the_sets_and_only_there(
-    runs: Path, drawn: Any, name: str
-) -> None:
+def test_ratios_at_equal_weights_are_1_over_the_sets(runs: Path, drawn: Any, name: str) -> None:
+    """Over the whole vocabulary they are not."""
     sequences = drawn[1][name]
     trained, mu = (
         np.concatenate([getattr(sequence, field) for sequence in sequences])

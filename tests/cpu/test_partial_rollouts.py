@@ -179,7 +179,7 @@ def difference(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled_it(rig, mode):
+def test_tokens_have_the_version_and_log_prob_of_their_weights(rig, mode):
     runner, rig = rig
 
     async def body() -> list[list[Completion]]:

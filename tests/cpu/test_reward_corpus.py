@@ -35,7 +35,7 @@ def pairs(path: Path) -> list[dict]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.long)])
-def test_the_corpora_are_scored_as_they_are_labelled_in_every_process(every: int):
+def test_corpora_are_scored_as_labelled_in_every_process(every: int):
     """The second process also gets the pairs in the opposite order, so a score does not depend on
     earlier pairs.
     """

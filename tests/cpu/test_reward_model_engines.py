@@ -113,7 +113,7 @@ def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) ->
         asyncio.run(check(engine))
 
 
-def test_what_is_no_score_fails_and_an_engine_that_is_lost_does_not(tmp_path: Path) -> None:
+def test_invalid_score_fails_and_a_lost_engine_does_not(tmp_path: Path) -> None:
     """Scores that are too large; an engine that refuses; an engine that dies during a request,
     which another one then takes over.
     """

@@ -127,7 +127,7 @@ def test_a_slow_answer_costs_its_worker_and_nothing_else():
     run(test)
 
 
-def test_a_loop_held_up_beyond_the_time_limit_does_not_blame_the_worker():
+def test_blocked_event_loop_does_not_blame_the_worker():
     async def test() -> None:
         async with RewardPool("last_number", timeout_s=0.2) as pool:
             assert await pool.rate("1", "1") == 1.0
@@ -186,7 +186,7 @@ def test_closing_ends_the_processes_and_fails_what_is_pending():
     run(test)
 
 
-def test_workers_that_cannot_start_fail_the_calls_instead_of_stalling_them():
+def test_workers_that_cannot_start_fail_the_calls():
     async def test() -> None:
         async with RewardPool("no_such_module:score") as pool:
             with pytest.raises(RuntimeError, match="did not start"):

@@ -126,7 +126,7 @@ def test_a_killed_launcher_leaves_no_process_behind(resumed):
     assert resumed.survivors == []
 
 
-def test_a_killed_run_goes_on_without_repeating_or_skipping_a_prompt(resumed):
+def test_killed_run_repeats_and_skips_no_prompt(resumed):
     assert resumed.second.returncode == 0, resumed.second.stderr
     after = rows(resumed.run_dir)
     before = resumed.before
@@ -297,9 +297,7 @@ def test_trainer_and_generator_agree_on_log_probs(resumed):
     assert all(0 < difference <= 1e-4 for difference in differences.values()), differences
 
 
-def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(
-    resumed, model, tmp_path
-):
+def test_weights_of_a_finished_run_are_exported_and_evaluated(resumed, model, tmp_path):
     run_dir = resumed.run_dir
     again = run(arguments(model, run_dir))
     assert again.returncode == 0 and "complete" in again.stdout
@@ -336,10 +334,10 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(
         assert (result["weights"], result["pass@1"]) == (str(weights), scores["pass@1"])
 
 
-def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts_that_it_chose(
+def test_run_replays_experts_of_a_tp2_engine(
     tmp_path,
 ):
-    """Each engine rank has half of the experts.
+    """The trainer is pipelined and synchronous, over gloo. Each engine rank has half of the experts.
 
     Responses come in pieces of at most four tokens, each with its own choices of experts.
     """

@@ -15,7 +15,7 @@ EVERY = 10
 
 
 @pytest.mark.long
-def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_path: Path) -> None:
+def test_killed_warm_start_goes_on_and_training_follows(tmp_path: Path) -> None:
     """A warm start in two parts makes the same weights, to the last bit, as an uninterrupted one."""
     folder = tmp_path / "first"
     log = tmp_path / "log"

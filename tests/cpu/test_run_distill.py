@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 STEPS = 6
 
 
-def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_path: Path) -> None:
+def test_run_without_reward_survives_its_teacher_engine(tmp_path: Path) -> None:
     """Responses are cut and continue under newer weights. No prompt has an answer."""
     model = make_model(tmp_path / "model")
     run_dir = tmp_path / "run"

@@ -86,9 +86,7 @@ def shown_rewards(
 
 
 @pytest.mark.long
-def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(
-    model: Path, tmp_path: Path
-) -> None:
+def test_killed_run_trains_on_or_drops_each_prompt_once(model: Path, tmp_path: Path) -> None:
     """Random weights answer at random.
 
     The reward depends on the text (reward_functions.by_chance), but is the same for all samples of
@@ -147,9 +145,7 @@ def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(
         assert row["reward/trained_mean"] == pytest.approx(fmean(chain(*of_trained.values())))
 
 
-def test_a_run_that_learns_nothing_from_ten_times_its_prompts_ends_and_says_so(
-    model: Path, tmp_path: Path
-) -> None:
+def test_run_ends_if_nothing_is_learned_from_ten_batches(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ended = run(
         arguments(

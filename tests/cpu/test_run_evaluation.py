@@ -142,9 +142,7 @@ def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("engines", [0, 1])
-def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(
-    engines: int, tmp_path, monkeypatch
-):
+def test_killed_run_repeats_the_evaluation_of_its_last_version(engines: int, tmp_path, monkeypatch):
     """All steps are made and saved. The same command then evaluates the last weights, and ends."""
     monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
     overrides = [f"eval.engines={engines}", "eval.every=0", *SCORED]
@@ -190,7 +188,7 @@ def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(
 
 
 @pytest.mark.matrix
-def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_path, monkeypatch):
+def test_killed_engine_or_run_costs_the_evaluation_alone(tmp_path, monkeypatch):
     """First the engine dies during an evaluation, and is started again.
 
     Then the whole run dies during another evaluation.

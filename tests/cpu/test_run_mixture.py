@@ -44,9 +44,7 @@ def write(path: Path, *rows: object) -> Path:
 
 
 @pytest.mark.long
-def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_scores(
-    model: Path, tmp_path: Path
-) -> None:
+def test_each_step_has_its_share_of_each_source(model: Path, tmp_path: Path) -> None:
     """Random weights answer at random.
 
     The reward depends on the text, but is the same for all samples of a third of the prompts, which
@@ -171,10 +169,10 @@ TEMPLATE = (
 )
 
 
-def test_a_warm_start_on_conversations_keeps_the_weights_of_the_lowest_held_out_loss(
+def test_warm_start_keeps_the_weights_of_the_lowest_loss(
     tmp_path: Path,
 ) -> None:
-    """At this learning rate the held-out loss rises again, because the held-out conversations have
+    """At this learning rate the loss on held-out conversations rises again, because the held-out conversations have
     other answers than the training ones.
     """
     shutil.copytree("configs/models/tiny-llama", tmp_path / "model")

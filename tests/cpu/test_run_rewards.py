@@ -31,9 +31,7 @@ def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
     ]
 
 
-def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(
-    model: Path, tmp_path: Path
-) -> None:
+def test_too_many_failed_rewards_end_the_run(model: Path, tmp_path: Path) -> None:
     """Step 3 is the first with samples of version 2.
 
     The algorithm is online DPO, and a prompt's worst response is the failed one.

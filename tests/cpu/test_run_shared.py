@@ -15,8 +15,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 DEADLINE_S = 240
 
 
-def test_shared_run_survives_its_engine_and_ends_with_its_trainer(tmp_path):
-    """The engine is started after the trainer has taken its peak, and started again beside it.
+def test_run_with_shared_gpus_survives_its_engine(tmp_path):
+    """The run ends with its trainer.
+
+    The engine is started after the trainer has taken its peak, and started again beside it.
 
     The run then resumes with sides apart.
     """

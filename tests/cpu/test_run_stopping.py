@@ -51,10 +51,10 @@ def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(
-    model, tmp_path, monkeypatch
-):
-    """Trainer TP2, with checkpoints only at the end.
+def test_stopped_run_saves_its_step_and_goes_on(model, tmp_path, monkeypatch):
+    """The same command goes on after SIGTERM and after Ctrl-C.
+
+    Trainer TP2, with checkpoints only at the end.
 
     All processes get the signal, as in a Slurm step, while the engine has half of an update. The
     resumed run first sends the engine all weights. It does not need its initial weights, a warm

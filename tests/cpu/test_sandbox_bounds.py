@@ -309,7 +309,7 @@ def test_programs_stay_within_the_bounds_of_their_sandbox(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has capabilities")
-def test_a_program_of_root_has_no_capabilities_where_it_has_no_namespaces() -> None:
+def test_program_of_root_without_namespaces_has_no_capabilities() -> None:
     async def status() -> str:
         jail = Jail(LIMITS, MEMORY_MIB, FILE_MIB, 60.0)
         try:

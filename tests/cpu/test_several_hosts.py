@@ -63,7 +63,8 @@ def stop(launchers: list[subprocess.Popen]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.sample), "gloo"])
-def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, model, tmp_path):
+def test_cut_link_between_hosts_is_reported(transport, model, tmp_path):
+    """Weights and rollouts cross the link before that."""
     run_dir = tmp_path / "run"
     places = [
         "trainer.tp=1",

@@ -91,9 +91,8 @@ def test_the_reward_model_is_plain_pytorchs(study) -> None:
 
 
 @torch.no_grad()
-def test_megatron_transformers_and_sglang_give_held_out_pairs_the_same_scores(
-    study, tmp_path: Path
-) -> None:
+def test_three_programs_give_held_out_pairs_equal_scores(study, tmp_path: Path) -> None:
+    """Megatron, Transformers and SGLang."""
     offpolicy_study, _ = study
     config = load_config(CONFIG, offpolicy_study.common(CELLS[0]))
     folder = offpolicy_study.reward_model(CELLS[0])

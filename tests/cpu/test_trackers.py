@@ -130,7 +130,7 @@ def test_a_killed_tracker_is_told_of_once_and_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_tracker_that_cannot_be_opened_costs_nothing_but_a_warning(tmp_path: Path) -> None:
+def test_tracker_that_cannot_be_opened_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "tb").write_text("a file where its folder should be")
     messages: list[str] = []
     config = config_of("tensorboard")
@@ -180,7 +180,7 @@ class FakeWandb:
     def finish(self) -> None: ...
 
 
-def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(
+def test_wandb_gets_the_runs_owner_and_texts_of_the_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = FakeWandb()
@@ -256,7 +256,7 @@ def test_what_rows_get_at_the_end_is_added_to_their_steps(tmp_path: Path) -> Non
     }
 
 
-def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(
+def test_rows_of_an_earlier_start_count_after_the_trainers_cut(
     tmp_path: Path,
 ) -> None:
     launch_rows = [(step, mark) for step, mark in ((0, 0.0), (1, 0.0), (2, 0.0))]
@@ -280,7 +280,7 @@ def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(
     ]
 
 
-def test_a_missing_package_is_refused_with_the_command_that_installs_it(
+def test_missing_package_is_refused_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_trackers(["tensorboard"])

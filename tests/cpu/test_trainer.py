@@ -281,7 +281,7 @@ def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None
 
 
 @pytest.mark.parametrize(("model", "layout"), cases(TESTED, REPLAYED))
-def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
+def test_log_probs_and_gradients_are_those_of_replayed_experts(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
     """In several microbatches.
@@ -411,8 +411,8 @@ def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layo
             )
 
 
-def test_a_run_goes_on_with_the_optimizer_that_its_configuration_says(runs: Path) -> None:
-    """And not with the checkpoint's: another, constant rate, and other betas, epsilon and weight
+def test_resumed_trainer_has_the_optimizer_of_its_settings(runs: Path) -> None:
+    """Not the checkpoint's: another, constant rate, and other betas, epsilon and weight
     decay.
     """
     ((decayed, norms),) = [rank["groups"] for rank in saved(runs, "other_settings.zero1")]
@@ -440,7 +440,7 @@ def test_random_weights_depend_on_the_seed_alone(runs: Path) -> None:
             assert (tensor == 1).all()
 
 
-def test_settings_under_megatrons_names_are_what_its_objects_hold(runs: Path) -> None:
+def test_megatron_objects_hold_the_settings_of_their_names(runs: Path) -> None:
     (settings,) = saved(runs, "megatron_settings")
     assert settings["held"] == list(SETTINGS.values())
     assert settings["backend"] == "flash"
@@ -452,9 +452,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
     assert complete_checkpoints(runs) == [(1, checkpoint_path(runs, 1))]
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_full_disk_leaves_the_previous_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
     """Only rank 1 cannot write.
 
     Both ranks learn of it, and rank 0 knows why. The test has processes of its own, because a limit
@@ -584,7 +582,7 @@ def test_on_gpus_the_storage_of_what_was_sent_is_freed(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it(
+def test_padding_tokens_gradient_is_that_of_nn_embedding(
     sequence_parallel: bool,
 ) -> None:
     """It gets none, even if each of two ranks has a part of the looked-up rows [s / 2, b, h]."""

@@ -415,7 +415,7 @@ def test_divergences_and_their_gradients(
             )
 
 
-def test_tokens_beyond_the_policys_vocabulary_count_to_neither_side(alone) -> None:
+def test_kl_ignores_tokens_beyond_the_policys_vocabulary(alone) -> None:
     """A teacher with a larger padded vocabulary may name such tokens."""
     hidden, weight, _, _ = inputs(11, 16)
     ids = torch.tensor([[2, 14, 5]]).repeat(ROWS, 1)

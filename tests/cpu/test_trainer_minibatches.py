@@ -395,9 +395,7 @@ def test_ranks_held_no_more_than_they_trained_on(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(
-    runs: Path, layout: str
-) -> None:
+def test_one_optimizer_step_needs_no_proximal_scores(runs: Path, layout: str) -> None:
     for rank in saved(runs, f"one.{layout}"):
         scored = rank["scored"]
         left_out = rank["left_out"]
@@ -410,7 +408,7 @@ def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(
             )
 
 
-def test_a_step_that_was_not_made_of_its_samples_tokens_is_refused() -> None:
+def test_step_of_other_tokens_than_its_samples_is_refused() -> None:
     """Every optimizer step of these tests checks that the count itself is right."""
     from megarl.trainer.step import StepResult
 

@@ -134,9 +134,10 @@ def test_values_and_gradients_equal_hf(
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_export_is_a_sequence_classification_that_gives_the_same_scores(
+def test_exported_critic_gives_the_same_scores(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
+    """It is a sequence classification model of Transformers."""
     want, got = (AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
                  for path in (models[model], runs / f"{model}.{layout}.hf"))  # fmt: skip
     assert load_spec(runs / f"{model}.{layout}.hf") == load_spec(models[model])
@@ -178,7 +179,7 @@ def test_a_causal_models_checkpoint_gets_a_new_head(
 
 
 @pytest.mark.parametrize("layout", TWINS)
-def test_policy_and_critic_in_one_process_do_not_disturb_each_other(
+def test_policy_and_critic_share_a_process_undisturbed(
     models: dict[str, Path], runs: Path, layout: str
 ) -> None:
     """Losses and last outputs equal those of each model alone.

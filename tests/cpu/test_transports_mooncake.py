@@ -94,7 +94,7 @@ def test_boxes_arrive_in_place_over_several_updates():
     transport.close()
 
 
-def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
+def test_dead_engine_is_an_error_with_both_ranks_in_time():
     receiver = Receiver()
     transport = mooncake.MooncakeTransport(3, 2)
     transport.connect([receiver.endpoint])

@@ -187,7 +187,7 @@ def test_each_pair_has_its_own_transport(processes, tmp_path, network):
 
 
 @pytest.mark.parametrize("network", networks())
-def test_engines_of_one_host_pass_on_what_came_over_the_network_once(processes, tmp_path, network):
+def test_engines_of_one_host_share_one_network_transfer(processes, tmp_path, network):
     a = host("a", network)
     b = host("b", network)
     with run(processes, tmp_path, WeightsConfig(), [a, a], [b, b, b]) as far:
@@ -247,7 +247,7 @@ def test_relays_can_be_turned_off(processes, tmp_path):
         assert sum(sum(sent.values()) for sent in far.update(1)) == ENGINES * of_one_engine
 
 
-def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(processes, tmp_path):
+def test_unusable_transport_is_refused_before_anything_opens(processes, tmp_path):
     a = host("a", GLOO)
     b = host("b", GLOO)
     refused = (

@@ -107,7 +107,7 @@ def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):
     assert unequal(by_delta, site.generator.memory()) == []
 
 
-def test_an_engine_that_comes_back_gets_everything_and_then_changes(site, hub, granted):
+def test_resumed_engine_gets_all_weights_and_then_changes(site, hub, granted):
     generator = site.generator
     client = site.generator.client
     generator.fleet = Fleet([client], elastic=True)

@@ -139,9 +139,7 @@ CHANGES = {  # TP rank 1's tensor, how, at which byte, weights.audit
 
 
 @pytest.mark.parametrize("name, action, offset, audit", CHANGES.values(), ids=CHANGES)
-def test_memory_of_a_live_engine_that_something_else_has_written_to(
-    site, hub, name, action, offset, audit
-):
+def test_update_names_memory_that_something_else_wrote(site, hub, name, action, offset, audit):
     """Between two updates, while the engine serves."""
     generator = site.generator
     first = site.job(hub, audit="on")
@@ -345,7 +343,7 @@ def test_an_engine_that_no_longer_holds_what_it_was_given(site, hub):
             site.generator.score([PROMPT])
 
 
-def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, monkeypatch):
+def test_engine_with_foreign_writes_ends_and_comes_back(site, hub, monkeypatch):
     """In a run that can continue without a lost engine, the update ends without it.
 
     After its restart it gets the next update before it serves.
@@ -391,9 +389,8 @@ def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, mo
     )
 
 
-def test_an_engine_whose_connection_broke_is_updated_and_serves_again_though_it_never_ended(
-    site, hub
-):
+def test_engine_with_a_broken_connection_serves_again(site, hub):
+    """It is updated although it never ended."""
     generator = site.generator
     client = site.generator.client
     go = Event()

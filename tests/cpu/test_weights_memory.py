@@ -105,7 +105,7 @@ def site(tmp_path_factory) -> Iterator[Site]:
         yield Site(folder, checkpoint, generator, folder / "key")
 
 
-def test_a_change_after_the_last_update_is_told_before_the_run_ends(site):
+def test_change_after_the_last_update_is_reported(site):
     """No later update would detect it.
 
     First comes an end without a change, after which the engine serves.

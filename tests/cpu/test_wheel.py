@@ -83,7 +83,7 @@ def test_the_quickstart_is_planned_from_a_wheel(installed: Path, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_first_run_and_the_quickstart_pass_dry_runs_from_a_wheel(
+def test_first_run_and_quickstart_pass_dry_runs_from_a_wheel(
     installed: Path, tmp_path: Path
 ) -> None:
     megarl(installed, tmp_path, "init", "first")

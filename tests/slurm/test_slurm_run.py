@@ -59,7 +59,7 @@ def submit(cluster: Cluster, log: Path, *overrides: str, options: str = "") -> i
     )
 
 
-def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_path):
+def test_override_typo_ends_the_job_before_anything_starts(cluster, tmp_path):
     job = submit(cluster, tmp_path / "log", "trainer.tpp=2", f"run_dir={tmp_path / 'run'}")
     assert cluster.wait(job, ENDED, 60) == "FAILED"
     assert cluster.exit_code(job) == "2:0"
@@ -132,7 +132,7 @@ def test_a_run_of_ones_own_trains_on_two_nodes(cluster: Cluster, tmp_path: Path)
     [pytest.param("--nodes=4", marks=pytest.mark.long), TWO_COMPONENTS],
     ids=["plain", "heterogeneous"],
 )
-def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, cluster, tmp_path):
+def test_job_out_of_time_stops_its_launchers_and_goes_on(nodes, cluster, tmp_path):
     """Tests only the job script. tests/cpu/test_run_stopping.py tests that a launcher saves on
     SIGTERM.
     """
