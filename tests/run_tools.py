@@ -200,9 +200,9 @@ def start(arguments: list[str], log: Path, imported: bool = True) -> subprocess.
 
 def _started(arguments: list[str], imported: bool, **streams: Any) -> subprocess.Popen:
     # here, so that tests that start nothing do not need psutil and the rest
-    from nursery import Run
+    from nursery import ForkedRun
 
-    kind = Run if imported else subprocess.Popen
+    kind = ForkedRun if imported else subprocess.Popen
     # runs in the tests' working directory (conftest.py)
     return kind(command(*arguments), env=environment(), **streams)
 

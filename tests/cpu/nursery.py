@@ -7,7 +7,7 @@
 Every process runs one function in a fork of its own, with its own environment, arguments and
 output. All processes end with the nursery, and the nursery ends with the tests.
 
-Whole runs are forks too (`Run`): the launcher is a fork of the nursery, and its workers and engines
+Whole runs are forks too (`ForkedRun`): the launcher is a fork of the nursery, and its workers and engines
 are forks of the launcher. They have the same parents, sessions, output, environment and names as
 separate programs, so that signals have the same effect.
 """
@@ -45,7 +45,7 @@ STARTED_S = 400  # for the first process
 LARGEST = 1 << 17  # bytes of a request, mostly the environment
 # the tests' trainer ranks, in this folder
 SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")
-# the modules that `Run` runs in forks
+# the modules that `ForkedRun` runs in forks
 FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server", *SCRIPTS)
 ENGINE = "megarl.generator.server"
 MODULE = [sys.executable, "-P", "-m"]  # how a command that runs a module begins
@@ -157,7 +157,7 @@ class _Forking(subprocess.Popen):
         return child
 
 
-class Run(_Forking):
+class ForkedRun(_Forking):
     """Like subprocess.Popen for a command `python -P -m NAME …` with NAME among FORKED.
 
     The process is a fork of a nursery that has imported all parts of a run. Its parent is this
@@ -179,7 +179,7 @@ class Run(_Forking):
 
 
 def script(name: str, *arguments: str) -> dict[str, Any]:
-    """The command and environment of one of SCRIPTS, for `Run`."""
+    """The command and environment of one of SCRIPTS, for `ForkedRun`."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "args": [*MODULE, name, *arguments],

@@ -44,7 +44,7 @@ WITHOUT_TOOLS = replace(TEMPLATE, variants={"default": WithoutTools()})
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
 
 
-class Saying:
+class FixedCompletions:
     """A fake of generate: says given texts, one id a character, up to the first stop string or the
     end-of-text.
     """
@@ -77,7 +77,9 @@ class Saying:
         return completions
 
 
-def talk(policy: Saying, agent: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> Episode:
+def talk(
+    policy: FixedCompletions, agent: Callable[[Any, Any], Coroutine[Any, Any, None]]
+) -> Episode:
     """Lets an agent call the policy with clients of both packages. Returns its episode."""
 
     async def run() -> Episode:
@@ -116,7 +118,7 @@ def test_stop_of_openai(stop: Any):
             and parts[-1].finish_reason == "stop"
         )
 
-    policy = Saying("thinkObserve", "bOb")
+    policy = FixedCompletions("thinkObserve", "bOb")
     episode = talk(policy, agent)
     assert (
         policy.asked[1] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>"
@@ -153,7 +155,7 @@ def test_stop_sequences_of_anthropic():
             None,
         )
 
-    episode = talk(Saying("thinkObserve", "bQ", "c"), agent)
+    episode = talk(FixedCompletions("thinkObserve", "bQ", "c"), agent)
     assert len(episode.tree.leaves()) == 2
 
 
@@ -176,7 +178,7 @@ def test_logprobs_are_those_that_were_sampled():
             0
         ].logprobs is None
 
-    talk(Saying("a<", "b", "c"), agent)
+    talk(FixedCompletions("a<", "b", "c"), agent)
 
 
 def test_fields_that_ask_for_nothing_else_are_taken():
@@ -274,7 +276,7 @@ def test_fields_that_ask_for_nothing_else_are_taken():
         )
         assert three.content[0].text == "3"
 
-    policy = Saying(CALL, "42", "3")
+    policy = FixedCompletions(CALL, "42", "3")
     episode = talk(policy, agent)
     assert (
         policy.asked[1].endswith(f"{CALL}<eos><tool>42<assistant>")
@@ -297,7 +299,7 @@ def test_no_tools_are_shown_where_none_may_be_called():
         )
         assert two.stop_reason == "end_turn"
 
-    policy = Saying(CALL, "a")
+    policy = FixedCompletions(CALL, "a")
     talk(policy, agent)
     assert policy.asked == ["<bos><user>6*7=<assistant>"] * 2
 
@@ -436,7 +438,7 @@ REFUSED = [
 
 def test_fields_that_would_change_the_samples_are_refused() -> None:
     """The answer names the reason."""
-    policy = Saying()
+    policy = FixedCompletions()
 
     async def run() -> None:
         async with served(policy) as (client, _, [to]):
@@ -502,7 +504,7 @@ def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
     }
 
     async def run() -> None:
-        policy = Saying("42")
+        policy = FixedCompletions("42")
         async with served(policy) as (client, [episode], [to]):
             episode.template = WITHOUT_TOOLS
             body = {"messages": [USER], "input": "6*7=", "max_tokens": 5}

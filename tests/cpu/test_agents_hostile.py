@@ -524,7 +524,7 @@ def test_calls_that_are_given_up_count_as_refused() -> None:
     asyncio.run(agent())
 
 
-class Watched:
+class WatchedTokenizer:
     """A chat template or tokenizer that records which threads use it, and for what."""
 
     def __init__(self, real: Any):
@@ -547,8 +547,8 @@ def test_too_long_requests_are_not_tokenised() -> None:
     """All others are tokenised in a thread."""
 
     async def agent() -> None:
-        template = Watched(TEMPLATE)
-        tokenizer = Watched(TOKENIZER)
+        template = WatchedTokenizer(TEMPLATE)
+        tokenizer = WatchedTokenizer(TOKENIZER)
         episode = Episode(Calculating(), tokenizer, template, JsonParser(), SAMPLING)  # type: ignore[arg-type]
         await episode.complete([USER])
         encoded = len(tokenizer.seen)

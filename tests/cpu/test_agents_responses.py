@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_agents_endpoint import TOKENIZER
-from test_agents_fields import CALL, Saying, talk
+from test_agents_fields import CALL, FixedCompletions, talk
 from test_agents_hostile import RESPONSES, USER, post, served
 
 from megarl.agents import openai_responses
@@ -89,7 +89,7 @@ def test_one_turn_has_all_that_the_package_says_of_an_answer():
         )
         assert two.output[0].status == "incomplete" and one.id != two.id
 
-    policy = Saying("42", "12345")
+    policy = FixedCompletions("42", "12345")
     talk(policy, agent)
     assert policy.asked == ["<bos><system>s<user>6*7=<assistant>"] * 2, (
         "instructions are what the developer says"
@@ -139,7 +139,7 @@ def test_a_text_and_parallel_calls_come_back_as_one_turn(says: str, order: str):
         two = await client.responses.create(**ASKED, input=[USER, *items[order]])
         assert two.output_text == "it is 42"
 
-    policy = Saying(f"{says}{CALL}{CALL}", "it is 42")
+    policy = FixedCompletions(f"{says}{CALL}{CALL}", "it is 42")
     episode = talk(policy, agent)
     assert policy.asked[1] == f"{BEGIN}{says}{CALL}{CALL}<eos><tool>42<tool>42<assistant>"
     assert not episode.counts["rewritten"] and learned(episode.tree) == [
@@ -153,7 +153,7 @@ def test_letters_for_private_use_are_no_names_of_special_tokens():
     async def agent(client: Any, _: Any) -> None:
         await client.responses.create(model="x", input="6\ue0b0*\ue1017\ue100=")
 
-    talk(policy := Saying("42"), agent)
+    talk(policy := FixedCompletions("42"), agent)
     assert policy.asked == ["<bos><user>6<unk>*<unk>7<unk>=<assistant>"]
 
 
@@ -165,7 +165,7 @@ def test_calls_of_two_turns_stay_two_turns():
             items += [result(item) for item in items[-1:] if item.type == "function_call"]
         assert items[-1].content[0].text == "42"
 
-    episode = talk(policy := Saying(CALL, CALL, "42"), agent)
+    episode = talk(policy := FixedCompletions(CALL, CALL, "42"), agent)
     assert policy.asked[2] == f"{BEGIN}{CALL}<eos><tool>42<assistant>{CALL}<eos><tool>42<assistant>"
     assert not episode.counts["rewritten"] and learned(episode.tree) == [
         f"{CALL}<eos>{CALL}<eos>42<eos>"
@@ -227,7 +227,7 @@ def test_a_stream_has_the_events_that_the_package_knows(
             response.id
         ] * 2 and response.usage.output_tokens > 0
 
-    talk(Saying(text), agent)
+    talk(FixedCompletions(text), agent)
 
 
 def test_the_packages_own_stream_helper_goes_on_by_tools():
@@ -246,7 +246,7 @@ def test_the_packages_own_stream_helper_goes_on_by_tools():
             two = await stream.get_final_response()
         assert snapshots == ["42"] == [two.output_text] and two.previous_response_id == one.id
 
-    episode = talk(policy := Saying(CALL, "42"), agent)
+    episode = talk(policy := FixedCompletions(CALL, "42"), agent)
     assert policy.asked[1] == f"{BEGIN}{CALL}<eos><tool>42<assistant>" and learned(
         episode.tree
     ) == [f"{CALL}<eos>42<eos>"]
@@ -273,7 +273,7 @@ def test_conversations_go_on_from_a_response_and_branch():
         await client.responses.create(**ASKED, instructions="s", input=sent_whole)
         await client.responses.create(**ASKED, input=[second_message], previous_response_id=two.id)
 
-    episode = talk(policy := Saying("1", "2", "3", "4", "5", "6"), agent)
+    episode = talk(policy := FixedCompletions("1", "2", "3", "4", "5", "6"), agent)
     begin = "<bos><tools>calculate<system>s<user>6*7=<assistant>1<eos>"
     prompts = [
         f"{begin}<user>{text}<assistant>"
@@ -310,12 +310,16 @@ def test_a_response_that_is_not_kept_is_not_found(monkeypatch: pytest.MonkeyPatc
         ids = [(await client.responses.create(model="x", input="a")).id for _ in range(12)]
         assert not await goes_on(ids[0]) and await goes_on(ids[-1]), "the oldest ones are forgotten"
 
-    talk(Saying(*"abcdefghijklmno"), agent)
+    talk(FixedCompletions(*"abcdefghijklmno"), agent)
 
 
 def test_the_answers_of_another_episode_are_not_found():
     async def run() -> None:
-        async with served(Saying("1", "2"), 2) as (client, _, [first_endpoint, second_endpoint]):
+        async with served(FixedCompletions("1", "2"), 2) as (
+            client,
+            _,
+            [first_endpoint, second_endpoint],
+        ):
             _, answer = await post(client, first_endpoint, RESPONSES, {"input": "a"})
             assert (
                 await post(
@@ -344,7 +348,7 @@ def test_a_turn_that_was_stopped_goes_on_from_what_was_sampled(by_id: bool):
         )
         assert (await client.responses.create(model="x", **sent)).output_text == "b"
 
-    episode = talk(policy := Saying("thinkObserve", "b"), agent)
+    episode = talk(policy := FixedCompletions("thinkObserve", "b"), agent)
     assert policy.asked[
         1
     ] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>" and learned(episode.tree) == [
@@ -371,7 +375,7 @@ def test_logprobs_are_those_that_were_sampled():
             0
         ].logprobs == []
 
-    talk(Saying("a<", "b", "c"), agent)
+    talk(FixedCompletions("a<", "b", "c"), agent)
 
 
 def test_fields_that_ask_for_nothing_else_are_taken():
@@ -409,7 +413,7 @@ def test_fields_that_ask_for_nothing_else_are_taken():
             "no tools are shown where none may be called"
         )
 
-    policy = Saying(CALL)
+    policy = FixedCompletions(CALL)
     talk(policy, agent)
     assert policy.asked == ["<bos><user>6*7=<assistant>"]
 
@@ -429,5 +433,5 @@ def test_calls_at_the_same_time_are_branches():
             assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 3
             assert learned(episode.tree) == ["1<eos>2<eos>", "3<eos>", "4<eos>"]
 
-    policy = Saying("1", "2", "3", "4")
+    policy = FixedCompletions("1", "2", "3", "4")
     asyncio.run(run())

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from checkpoint_cases import Chain, known_chains, random_chains
-from nursery import Run, script
+from nursery import ForkedRun, script
 from trainer_cases import save_model
 from trainer_processes import saved, spawn
 
@@ -29,7 +29,7 @@ def run_chains(out: Path, chains: list[Chain]) -> dict[tuple[str, int], list[str
     """The failures under each (chain, layout). A chain ends at its first failure."""
     plan = out / "chains.json"
     plan.write_text(json.dumps(chains))
-    ranks = Run(
+    ranks = ForkedRun(
         **script("checkpoint_worker", str(plan), str(out)),
         start_new_session=True,
         stdout=subprocess.PIPE,

@@ -39,7 +39,7 @@ class Watch:
         self.all_others_are_done = asyncio.Event()
 
 
-class Watched(ToolCalls):
+class WatchedToolCalls(ToolCalls):
     """Records when samples end."""
 
     watch: Watch
@@ -58,7 +58,7 @@ async def hold_up_the_first(argument: str) -> str:
     """An async tool that answers at once, except its first call: that waits in one sample of 256
     until all others are done.
     """
-    watch = Watched.watch
+    watch = WatchedToolCalls.watch
     if not watch.held:
         watch.held.append(len(watch.finished))
         await watch.all_others_are_done.wait()
@@ -79,7 +79,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 async def roll_out(engine: Any, model: Path) -> tuple[Watch, list[list[Sample]]]:
     tokenizer = load_tokenizer(ModelConfig(path=str(model)))
-    watch = Watched.watch = Watch()
+    watch = WatchedToolCalls.watch = Watch()
     client = engine.client()
     fleet = Fleet([client])
 
@@ -99,7 +99,7 @@ async def roll_out(engine: Any, model: Path) -> tuple[Watch, list[list[Sample]]]
 
     context = RolloutContext(tokenizer, generate, score, no_worker, tool_timeout_s=120)
     tool = f"{__name__}:hold_up_the_first"
-    rollout = Watched(
+    rollout = WatchedToolCalls(
         tokenizer,
         tool=tool,
         call_open="<",

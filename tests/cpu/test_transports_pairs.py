@@ -21,7 +21,7 @@ from pair_processes import (
     TRAINERS,
     EngineWorker,
     PipedEngine,
-    Trainer,
+    TrainerProcess,
     bits,
     plain_map,
     shards,
@@ -46,7 +46,7 @@ def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
     trainers = []
     engines = []
     try:
-        trainers += [RemoteObject(Trainer, rank) for rank in range(TRAINERS)]
+        trainers += [RemoteObject(TrainerProcess, rank) for rank in range(TRAINERS)]
         engines += [RemoteObject(EngineWorker, rank) for rank in range(ENGINES)]
         yield trainers, engines
     finally:
@@ -54,7 +54,7 @@ def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
             process.kill()
 
 
-class Run:
+class PairRun:
     """One set of hosts, and the updates of WeightsReceiver and WeightsSender between them, from the
     first on.
     """
@@ -151,8 +151,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def run(*arguments: Any) -> Iterator[Run]:
-    run = Run(*arguments)
+def run(*arguments: Any) -> Iterator[PairRun]:
+    run = PairRun(*arguments)
     try:
         run.open()
         yield run

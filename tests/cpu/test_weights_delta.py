@@ -16,7 +16,7 @@ import pytest
 from delta_processes import DeltaTrainer
 from pair_processes import ENGINES, TRAINERS, EngineWorker, map_of
 from remote_object import RemoteObject
-from test_transports_pairs import Run, host
+from test_transports_pairs import PairRun, host
 
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
@@ -31,7 +31,7 @@ LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-expert
 CHECKED_EVERY = 20  # steps; hashes are compared after each
 
 
-class DeltaRun(Run):
+class DeltaRun(PairRun):
     """Makes one update after the other."""
 
     def update(self, version: int, full: bool = False, keeps: bool = False) -> None:

@@ -40,7 +40,7 @@ CHANGES = {  # tensor, weights.audit
 
 
 @dataclass
-class Site:
+class MemorySite:
     folder: Path
     checkpoint: Path
     generator: Generator
@@ -92,7 +92,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Iterator[Site]:
+def site(tmp_path_factory) -> Iterator[MemorySite]:
     folder = tmp_path_factory.mktemp("memory")
     RunKey.generate().save(folder / "key")
     checkpoint = make_checkpoint(
@@ -102,7 +102,7 @@ def site(tmp_path_factory) -> Iterator[Site]:
     with open_generator(
         folder / "config", "bfloat16", 1, 1, folder, **server_arguments(QUANTIZATION)
     ) as generator:
-        yield Site(folder, checkpoint, generator, folder / "key")
+        yield MemorySite(folder, checkpoint, generator, folder / "key")
 
 
 def test_change_after_the_last_update_is_reported(site):

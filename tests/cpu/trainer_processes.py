@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nursery import Run, script
+from nursery import ForkedRun, script
 
 START_S = 200
 SCENARIO_S = 10  # generous, since a busy machine takes four seconds a scenario
@@ -22,7 +22,7 @@ def spawn(
 ) -> None:
     plan = out / f"scenarios.{world_size}.json"
     plan.write_text(json.dumps(scenarios))
-    ranks = Run(
+    ranks = ForkedRun(
         **script(
             "trainer_worker",
             str(world_size),

@@ -82,7 +82,7 @@ def expected(seed: int) -> dict[str, torch.Tensor]:
     return {"wide": wide, "whole": tensors["x"][600:603].clone(), "cast": cast}
 
 
-class Engine:
+class GpuEngine:
     """Parameters on a GPU: several share one allocation, and one has a large allocation of its own."""
 
     def __init__(self, device: int):
@@ -118,7 +118,7 @@ class Engine:
         }
 
 
-class Trainer:
+class GpuTrainer:
     def __init__(self, device: int):
         torch.cuda.set_device(device)
 
@@ -134,8 +134,8 @@ class Trainer:
 
 @pytest.fixture(params=[0, pytest.param(1, marks=two_gpus)], ids=["one GPU", "two GPUs"])
 def pair(request):
-    engine = RemoteObject(Engine, request.param)
-    trainer = RemoteObject(Trainer, 0)
+    engine = RemoteObject(GpuEngine, request.param)
+    trainer = RemoteObject(GpuTrainer, 0)
     try:
         yield engine, trainer
     finally:
@@ -164,8 +164,8 @@ def test_cuda_ipc_writes_in_place(pair):
 @two_gpus
 def test_nccl_receives_in_place():
     _store, address = open_store("127.0.0.1")
-    engine = RemoteObject(Engine, 1)
-    trainer = RemoteObject(Trainer, 0)
+    engine = RemoteObject(GpuEngine, 1)
+    trainer = RemoteObject(GpuTrainer, 0)
     try:
         text = engine.call("endpoint", address)
         trainer.start("connect", NCCL, text)

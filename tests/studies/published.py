@@ -40,7 +40,7 @@ STEPS = 24
 
 
 @dataclass(frozen=True)
-class Compared:
+class PublishedRow:
     table: str
     row: str
     held_out: bool
@@ -54,9 +54,9 @@ def run(as_json: bool) -> None:
     print(json.dumps([asdict(row) for row in rows]) if as_json else "\n".join(render(rows)))
 
 
-def planned_rows() -> list[Compared]:
+def planned_rows() -> list[PublishedRow]:
     """LlamaRL's rows are scaled by the factor of its fitted rows, because only ratios count."""
-    rows: list[Compared] = []
+    rows: list[PublishedRow] = []
     for table in TABLES[:2]:
         sides = [row.sides(FIT) for row in table if isinstance(row, RlRow)]
         of_means = [side.step_s() for side in sides]
@@ -68,7 +68,7 @@ def planned_rows() -> list[Compared]:
             for times in (of_means, of_events)
         ]
         rows += [
-            Compared(
+            PublishedRow(
                 row.table,
                 row.name,
                 bool(index % 2),
@@ -151,7 +151,7 @@ class Whole:
         return [self.longest] * n
 
 
-def measured_rows() -> list[Compared]:
+def measured_rows() -> list[PublishedRow]:
     rows = []
     for name, (generate_s, train_s, in_turns_s, beside_s) in ASYNC_RLHF.items():
         for capacity, published_s, mode in (
@@ -176,12 +176,12 @@ def measured_rows() -> list[Compared]:
             )
             planned_s = max(generate_s, train_s) if capacity else generate_s + train_s
             rows.append(
-                Compared("Async RLHF", f"{name}, {mode}", True, published_s, planned_s, time_s)
+                PublishedRow("Async RLHF", f"{name}, {mode}", True, published_s, planned_s, time_s)
             )
     return rows
 
 
-def render(rows: Sequence[Compared]) -> list[str]:
+def render(rows: Sequence[PublishedRow]) -> list[str]:
     """Markdown."""
     lines = ["| row | use | published s | from means | simulated |", "|---|---|---|---|---|"]
     for row in rows:

@@ -49,7 +49,7 @@ MOST_STARTS = 3
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     name: str
     real_step_s: float
     simulated_step_s: float
@@ -80,7 +80,7 @@ def run(
         print(*render(comparisons), sep="\n")
 
 
-def of_cells(steps: int, step_s: float, lanes: int) -> list[Compared]:
+def of_cells(steps: int, step_s: float, lanes: int) -> list[ComparedRun]:
     with tempfile.TemporaryDirectory() as folder:
         cells = [cell for _, cell in grid(step_s, steps, folder)]
         real = run_cells(
@@ -89,7 +89,7 @@ def of_cells(steps: int, step_s: float, lanes: int) -> list[Compared]:
     return [compare(cell.name, rows, simulated(cell)) for cell, rows in zip(cells, real)]
 
 
-def of_run(folder: Path) -> Compared:
+def of_run(folder: Path) -> ComparedRun:
     """Simulates a run with its own times and lengths."""
     samples = folder / "rollouts" / "samples.jsonl"
     config = load_config(folder / "config.yaml", [f"plan.simulation.lengths={samples}"])
@@ -204,7 +204,7 @@ def _kill(launcher: int, command: str) -> None:
     raise SystemExit(f"no process to kill: {command}")
 
 
-def compare(name: str, real: Rows, rows: Rows) -> Compared:
+def compare(name: str, real: Rows, rows: Rows) -> ComparedRun:
     (real_step, real_waits), (step, waits) = of_rows(real), of_rows(rows)
     of_real = ages(real)
     of_simulated = ages(rows)
@@ -216,7 +216,7 @@ def compare(name: str, real: Rows, rows: Rows) -> Compared:
         / 2
     )
     wait_error = max(abs(one - real_wait) for one, real_wait in zip(waits, real_waits)) / real_step
-    return Compared(name, real_step, step, step / real_step - 1, wait_error, distance)
+    return ComparedRun(name, real_step, step, step / real_step - 1, wait_error, distance)
 
 
 def of_rows(rows: Rows) -> tuple[float, list[float]]:
@@ -267,7 +267,7 @@ def models_of(cell: Cell) -> Models:
     return Models(speed, lambda batch: cell.train_s, cell.write_s, 0.0)
 
 
-def render(comparisons: Sequence[Compared]) -> list[str]:
+def render(comparisons: Sequence[ComparedRun]) -> list[str]:
     width = max(len(comparison.name) for comparison in comparisons)
     lines = [f"{'cell':<{width}}  real s  simulated s   step   waits  ages   end"]
     for comparison in comparisons:

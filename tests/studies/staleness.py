@@ -38,7 +38,7 @@ LAST = 10  # the reward is the mean of the last steps
 
 
 @dataclass(frozen=True)
-class Setting:
+class BufferSetting:
     capacity: int | None
     max_staleness: int | None
 
@@ -53,16 +53,16 @@ class Setting:
         )
 
 
-SYNCHRONOUS = Setting(0, None)
+SYNCHRONOUS = BufferSetting(0, None)
 SETTINGS = (
     SYNCHRONOUS,
-    Setting(1, 1),
-    *(Setting(capacity, bound) for capacity in (4, None) for bound in (1, 2, 8)),
+    BufferSetting(1, 1),
+    *(BufferSetting(capacity, bound) for capacity in (4, None) for bound in (1, 2, 8)),
 )
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """The result of one run."""
 
     capacity: int | None
@@ -119,12 +119,12 @@ def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: 
 
 
 def _plan(
-    config: str, overrides: Sequence[str], runs: Path, setting: Setting, seed: int
+    config: str, overrides: Sequence[str], runs: Path, setting: BufferSetting, seed: int
 ) -> RunPlan:
     return resolve(load_config(config, [*overrides, *_overrides(runs, setting, seed)]), "sft")
 
 
-def _overrides(runs: Path, setting: Setting, seed: int) -> list[str]:
+def _overrides(runs: Path, setting: BufferSetting, seed: int) -> list[str]:
     seeded = runs / f"seed_{seed}"
     return [
         f"seed={seed}",
@@ -134,10 +134,10 @@ def _overrides(runs: Path, setting: Setting, seed: int) -> list[str]:
     ]
 
 
-def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
+def _result(setting: BufferSetting, seed: int, plan: RunPlan) -> RunResult:
     run_dir = Path(plan.config.run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
-    return Result(
+    return RunResult(
         setting.capacity,
         setting.max_staleness,
         seed,
@@ -149,16 +149,16 @@ def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
     )
 
 
-def compare(results: Sequence[Result]) -> list[Comparison]:
+def compare(results: Sequence[RunResult]) -> list[Comparison]:
     """A comparison for each setting except the baseline, in the order of `results`.
 
     Raises KeyError if a run has no baseline with its seed.
     """
-    rewards: dict[Setting, dict[int, float]] = {}
+    rewards: dict[BufferSetting, dict[int, float]] = {}
     for result in results:
-        rewards.setdefault(Setting(result.capacity, result.max_staleness), {})[result.seed] = (
-            result.reward
-        )
+        rewards.setdefault(BufferSetting(result.capacity, result.max_staleness), {})[
+            result.seed
+        ] = result.reward
     baseline = rewards.pop(SYNCHRONOUS)
     spread = max(baseline.values()) - min(baseline.values())
     differences = {
@@ -168,7 +168,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     return [_comparison(setting, by_seed, spread) for setting, by_seed in differences.items()]
 
 
-def _comparison(setting: Setting, differences: Sequence[float], spread: float) -> Comparison:
+def _comparison(setting: BufferSetting, differences: Sequence[float], spread: float) -> Comparison:
     mean = statistics.fmean(differences)
     noise = (
         statistics.stdev(differences) / math.sqrt(len(differences))

@@ -34,7 +34,7 @@ ROW_FACTOR = 1.3  # the expected error of a row
 
 
 @dataclass(frozen=True)
-class Result:
+class PredictedRow:
     row: Row
     held_out: bool
     predicted_s: float
@@ -45,7 +45,7 @@ class Result:
         return self.predicted_s / self.row.measured_s - 1
 
 
-def results(constants: Fit = FIT) -> list[list[Result]]:
+def results(constants: Fit = FIT) -> list[list[PredictedRow]]:
     """The results of all rows.
 
     LlamaRL's are scaled by one factor, the geometric mean over its fitted rows, because only ratios
@@ -58,7 +58,7 @@ def results(constants: Fit = FIT) -> list[list[Result]]:
         held_out = [bool(i % 2) or not _is_fitted(table) for i in range(len(table))]
         rows.append(
             [
-                Result(row, is_held_out, factor * time)
+                PredictedRow(row, is_held_out, factor * time)
                 for row, is_held_out, time in zip(table, held_out, predicted)
             ]
         )
@@ -119,13 +119,13 @@ def _ratio_factor(table: Sequence[Row], predicted: Sequence[float]) -> float:
     )
 
 
-def median_error(results: list[list[Result]], held_out: bool) -> float:
+def median_error(results: list[list[PredictedRow]], held_out: bool) -> float:
     """The median error over all tables with fitted rows."""
     rows = (result for table in results if table[0].row.table != UNFITTED for result in table)
     return statistics.median(abs(result.error) for result in rows if result.held_out == held_out)
 
 
-def misordered(table: Sequence[Result]) -> list[tuple[str, str]]:
+def misordered(table: Sequence[PredictedRow]) -> list[tuple[str, str]]:
     """Pairs of rows in which the planner predicts the wrong one to be faster."""
     pairs = [(a, b) for i, a in enumerate(table) for b in table[i + 1 :]]
     wrong = [
@@ -136,7 +136,7 @@ def misordered(table: Sequence[Result]) -> list[tuple[str, str]]:
     return [(a.row.name, b.row.name) for a, b in wrong]
 
 
-def render(results: list[list[Result]]) -> str:
+def render(results: list[list[PredictedRow]]) -> str:
     """Markdown."""
     lines = []
     for table in results:
