@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Skips the tests of a file that another process has begun."""
-    if folder := item.config.getoption("--meet"):
+    folder = item.config.getoption("--meet")
+    if folder:
         start_times = item.config.stash.setdefault(BEGUN, {})
         if item.path not in start_times:
             try:
@@ -171,12 +172,12 @@ def pytest_timeout_set_timer(item: pytest.Item, settings) -> bool:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that outlives the tests fails the session: by now all fixtures are torn down."""
     psutil.wait_procs(surviving_children(), timeout=session.config.getoption("--linger"))
-    leftover_processes = surviving_children()
-    if leftover_processes:
+    leftovers = surviving_children()
+    if leftovers:
         report = session.config.pluginmanager.getplugin("terminalreporter")
         report.write_line(
-            f"\nprocesses left behind by the tests: {[describe(child) for child in leftover_processes]}",
+            f"\nprocesses left behind by the tests: {[describe(child) for child in leftovers]}",
             red=True,
         )
-        stop(leftover_processes, signal.SIGKILL)
+        stop(leftovers, signal.SIGKILL)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

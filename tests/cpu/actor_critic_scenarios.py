@@ -43,7 +43,8 @@ def scenario_ppo(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     saved = out / f"{name}.checkpoint"
     policy.load_hf(scenario["model"])
     policy.hold_reference()
-    if resumed := scenario["name"].endswith(".resumed"):
+    resumed = scenario["name"].endswith(".resumed")
+    if resumed:
         checkpoint.load(policy, saved)
         checkpoint.load_critic(critic, saved)
     else:

@@ -199,7 +199,8 @@ def fork(rank: int, world_size: int, chain: dict[str, Any], number: int, out: Pa
 
     A rank that fails writes the text to OUT/failure.RANK.
     """
-    if child := os.fork():
+    child = os.fork()
+    if child:
         return child
     status = 1
     try:

@@ -73,7 +73,8 @@ def pytest_terminal_summary(
     terminalreporter.section("weights matrix")
     for line in (*table(cells), "", counts(cells)):
         terminalreporter.write_line(line)
-    if path := config.getoption("--matrix-report"):
+    path = config.getoption("--matrix-report")
+    if path:
         path.write_text(document(cells))
 
 

@@ -35,7 +35,8 @@ def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any
     saved = out / f"{scenario['name'].removesuffix('.resumed')}.checkpoint"
     trainer.load_hf(scenario["model"])
     trainer.hold_reference()
-    if resumed := scenario["name"].endswith(".resumed"):
+    resumed = scenario["name"].endswith(".resumed")
+    if resumed:
         checkpoint.load(trainer, saved)
     step_records = []
     held_tokens = []

@@ -152,7 +152,8 @@ class _Forking(subprocess.Popen):
             message=r"This process \(pid=\d+\) is multi-threaded",
             category=DeprecationWarning,
         )
-        if (child := os.fork()) == 0:
+        child = os.fork()
+        if child == 0:
             _run_module(argv, environment, streams, cwd, new_session)
         return child
 
@@ -242,7 +243,8 @@ def _named(name: str) -> Any:
 def main(connection: socket.socket, preload: list[str]) -> None:
     die_with_parent()
     for name in preload:
-        if (function := _named(name)) is not None:
+        function = _named(name)
+        if function is not None:
             function()
     gc.collect()
     gc.freeze()  # otherwise a garbage collection in a fork would copy every page
@@ -268,7 +270,8 @@ def main(connection: socket.socket, preload: list[str]) -> None:
 def _orphan(connection: socket.socket, request: list[Any], descriptors: list[int]) -> None:
     """Forks again and ends, so that the requesting process becomes the child's parent."""
     argv, adopter, environment, cwd, new_session = request
-    if child := os.fork():
+    child = os.fork()
+    if child:
         connection.send(str(child).encode())
         os._exit(0)
     while os.getppid() != adopter:

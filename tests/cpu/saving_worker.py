@@ -67,7 +67,8 @@ def live(model: str, run_dir: Path) -> None:
 
     trainer = make({"model": model, "topology": {}}, plain_adam(lr=1e-2), total_steps=10_000)
     step = 0
-    if checkpoints := complete_checkpoints(run_dir):
+    checkpoints = complete_checkpoints(run_dir)
+    if checkpoints:
         step, newest = checkpoints[-1]
         assert checkpoint.load(trainer, newest) == {"step": step}
         assert digest(trainer) == known_digests(run_dir)[step], (
@@ -95,7 +96,8 @@ def live(model: str, run_dir: Path) -> None:
 
 
 def fork(model: str, run_dir: Path) -> int:
-    if child := os.fork():
+    child = os.fork()
+    if child:
         return child
     try:
         torch.set_num_threads(1)

@@ -153,7 +153,8 @@ def test_letters_for_private_use_are_no_names_of_special_tokens():
     async def agent(client: Any, _: Any) -> None:
         await client.responses.create(model="x", input="6\ue0b0*\ue1017\ue100=")
 
-    talk(policy := FixedCompletions("42"), agent)
+    policy = FixedCompletions("42")
+    talk(policy, agent)
     assert policy.asked == ["<bos><user>6<unk>*<unk>7<unk>=<assistant>"]
 
 
@@ -165,7 +166,8 @@ def test_calls_of_two_turns_stay_two_turns():
             items += [result(item) for item in items[-1:] if item.type == "function_call"]
         assert items[-1].content[0].text == "42"
 
-    episode = talk(policy := FixedCompletions(CALL, CALL, "42"), agent)
+    policy = FixedCompletions(CALL, CALL, "42")
+    episode = talk(policy, agent)
     assert policy.asked[2] == f"{BEGIN}{CALL}<eos><tool>42<assistant>{CALL}<eos><tool>42<assistant>"
     assert not episode.counts["rewritten"] and learned(episode.tree) == [
         f"{CALL}<eos>{CALL}<eos>42<eos>"
@@ -246,7 +248,8 @@ def test_the_packages_own_stream_helper_goes_on_by_tools():
             two = await stream.get_final_response()
         assert snapshots == ["42"] == [two.output_text] and two.previous_response_id == one.id
 
-    episode = talk(policy := FixedCompletions(CALL, "42"), agent)
+    policy = FixedCompletions(CALL, "42")
+    episode = talk(policy, agent)
     assert policy.asked[1] == f"{BEGIN}{CALL}<eos><tool>42<assistant>" and learned(
         episode.tree
     ) == [f"{CALL}<eos>42<eos>"]
@@ -273,7 +276,8 @@ def test_conversations_go_on_from_a_response_and_branch():
         await client.responses.create(**ASKED, instructions="s", input=sent_whole)
         await client.responses.create(**ASKED, input=[second_message], previous_response_id=two.id)
 
-    episode = talk(policy := FixedCompletions("1", "2", "3", "4", "5", "6"), agent)
+    policy = FixedCompletions("1", "2", "3", "4", "5", "6")
+    episode = talk(policy, agent)
     begin = "<bos><tools>calculate<system>s<user>6*7=<assistant>1<eos>"
     prompts = [
         f"{begin}<user>{text}<assistant>"
@@ -348,7 +352,8 @@ def test_a_turn_that_was_stopped_goes_on_from_what_was_sampled(by_id: bool):
         )
         assert (await client.responses.create(model="x", **sent)).output_text == "b"
 
-    episode = talk(policy := FixedCompletions("thinkObserve", "b"), agent)
+    policy = FixedCompletions("thinkObserve", "b")
+    episode = talk(policy, agent)
     assert policy.asked[
         1
     ] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>" and learned(episode.tree) == [

@@ -311,7 +311,8 @@ def test_replaced_weights_are_never_mixed_with_old_keys(engine, checkpoints, hub
             ) == {-1, 7}
 
         # One flipped element, in the write of a user's own transport.
-        await (update := WeightUpdate(workers, 8)).open()
+        update = WeightUpdate(workers, 8)
+        await update.open()
         writers = write_as_trainer(
             "sglang_writer:OneFlippedElement", checkpoints[1], "float32", TRAINER, 1, endpoints
         )

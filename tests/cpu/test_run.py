@@ -1,4 +1,4 @@
-"""Whole runs of `megarl train` with real trainers and a real engine, some of whose processes die."""
+"""Whole runs of `megarl train` with real trainers and engines, some of whose processes die."""
 
 from __future__ import annotations
 
@@ -337,7 +337,9 @@ def test_weights_of_a_finished_run_are_exported_and_evaluated(resumed, model, tm
 def test_run_replays_experts_of_a_tp2_engine(
     tmp_path,
 ):
-    """The trainer is pipelined and synchronous, over gloo. Each engine rank has half of the experts.
+    """The trainer is pipelined and synchronous, over gloo.
+
+    Each engine rank has half of the experts.
 
     Responses come in pieces of at most four tokens, each with its own choices of experts.
     """

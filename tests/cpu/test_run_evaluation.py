@@ -113,7 +113,8 @@ def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
     """The first version's evaluation is held up from the beginning to the end."""
-    monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
     gate.touch()
     process, run_dir = begin(tmp_path, "log", "timeouts.rollouts_s=60")
 
@@ -144,7 +145,8 @@ def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
 @pytest.mark.parametrize("engines", [0, 1])
 def test_killed_run_repeats_the_evaluation_of_its_last_version(engines: int, tmp_path, monkeypatch):
     """All steps are made and saved. The same command then evaluates the last weights, and ends."""
-    monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
     overrides = [f"eval.engines={engines}", "eval.every=0", *SCORED]
     process, run_dir = begin(tmp_path, "log", *overrides)
     try:
@@ -193,7 +195,8 @@ def test_killed_engine_or_run_costs_the_evaluation_alone(tmp_path, monkeypatch):
 
     Then the whole run dies during another evaluation.
     """
-    monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
     overrides = ["checkpoint.keep_best=eval/reward/mean", "checkpoint.keep=1"]
     process, run_dir = begin(tmp_path, "log", *overrides, "max_steps=100000")
 

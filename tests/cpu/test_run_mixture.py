@@ -172,8 +172,9 @@ TEMPLATE = (
 def test_warm_start_keeps_the_weights_of_the_lowest_loss(
     tmp_path: Path,
 ) -> None:
-    """At this learning rate the loss on held-out conversations rises again, because the held-out conversations have
-    other answers than the training ones.
+    """At this learning rate the loss on held-out conversations rises again.
+
+    They have other answers than the training ones.
     """
     shutil.copytree("configs/models/tiny-llama", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)

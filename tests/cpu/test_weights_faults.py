@@ -174,8 +174,8 @@ def test_trainer_and_generator_with_different_maps(site, hub):
         weights_map(side.plan(), source_layout(side)).plan_hash for side in (pipelined_job, job)
     )
     assert (
-        f"trainer.0 computed {trainer_hash}, trainer.1 computed {trainer_hash}; generator.0 computed {generator_hash}"
-        in str(failure.value)
+        f"trainer.0 computed {trainer_hash}, trainer.1 computed {trainer_hash}; "
+        f"generator.0 computed {generator_hash}" in str(failure.value)
     )
     assert site.generator.score([PROMPT]) == site.started_with  # the engine is unchanged
 

@@ -113,7 +113,8 @@ def log_records(path: Path) -> Iterator[bytes]:
     position = 7
     record = b""
     while position + 7 <= len(data):
-        if (block_bytes := 32768 - position % 32768) < 7:
+        block_bytes = 32768 - position % 32768
+        if block_bytes < 7:
             position += block_bytes
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)

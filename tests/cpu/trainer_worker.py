@@ -68,7 +68,8 @@ def main() -> None:
 
 def start(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], out: Path) -> int:
     """Starts a rank and returns its process id."""
-    if child := os.fork():
+    child = os.fork()
+    if child:
         return child
     status = 1
     try:

@@ -139,11 +139,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--picture", metavar="FILE", help="draw score against divergence: .svg or .png"
     )
     arguments, remaining = parser.parse_known_args(argv)
-    if unknown := [
+    unknown = [
         argument
         for argument in remaining
         if argument.startswith("-") or arguments.what in WITHOUT_CONFIG
-    ]:
+    ]
+    if unknown:
         by_name[arguments.what].error(f"unknown argument: {' '.join(unknown)}")
     if remaining:
         # argparse takes positional arguments only up to the first option
@@ -204,7 +205,8 @@ def _peer(arguments: argparse.Namespace) -> None:
 
     if arguments.steps < WARM_UP_STEPS + 2:
         raise ConfigError(f"--steps {arguments.steps}: must be at least {WARM_UP_STEPS + 2}")
-    if problems := list(new_folder_problems("--runs ", str(arguments.runs))):
+    problems = list(new_folder_problems("--runs ", str(arguments.runs)))
+    if problems:
         raise ConfigError(problems)
     run(
         config_path=arguments.config,

@@ -77,7 +77,8 @@ class FaultyTransport(SharedMemoryTransport):
             if taken(folder, FLIP) is not None:
                 values = values.clone()
                 values.view(torch.uint8)[0, 5] ^= 4
-            if pids := taken(folder, KILL_ENGINE):
+            pids = taken(folder, KILL_ENGINE)
+            if pids:
                 for pid in pids.split():
                     os.kill(int(pid), signal.SIGKILL)
                 time.sleep(0.2)  # until the kill has taken effect

@@ -74,7 +74,8 @@ def run(
         raise ConfigError(f"--faults {faults}: must be at least 1")
     if minutes <= 0:
         raise ConfigError(f"--minutes {minutes:g}: must be above 0")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
         raise ConfigError(f"--kinds {unknown[0]}: there is {', '.join(KINDS)}")
     folder = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-"))
     started = time.monotonic()
@@ -138,7 +139,8 @@ def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Ite
             if time.monotonic() > until and faults:
                 break
             time.sleep(random.uniform(0, LONGEST_WAIT_S))
-            faults.append(fault := carry_out(run, kind, random))
+            fault = carry_out(run, kind, random)
+            faults.append(fault)
             line = (
                 f"{number + 1}/{len(kinds)} {kind}, step {fault.step}: {fault.outcome}, "
                 f"{fault.seconds:.0f} s"
@@ -219,7 +221,8 @@ def finish(run: FaultRun, faults: list[Fault]) -> None:
     run.launcher.terminate()
     run.exit_status(STARTED_S)
     run.start(max_steps=run.steps + 2)
-    if (status := run.exit_status(STARTED_S)) != 0:
+    status = run.exit_status(STARTED_S)
+    if status != 0:
         raise RuntimeError(
             "the last part of the run ended with "
             f"{status}:\n{run.output.read_text(errors='replace')[-3000:]}"

@@ -135,11 +135,11 @@ def run(names: Sequence[str], as_json: bool) -> None:
 
     Raises ConfigError; RuntimeError if no test noticed a mutation.
     """
-    if unknown := [
-        name for name in names if not any(name in mutation.name for mutation in MUTATIONS)
-    ]:
+    unknown = [name for name in names if not any(name in mutation.name for mutation in MUTATIONS)]
+    if unknown:
         raise ConfigError(
-            f"--only {unknown[0]}: is part of none of: {'; '.join(mutation.name for mutation in MUTATIONS)}"
+            f"--only {unknown[0]}: is part of none of: "
+            + "; ".join(mutation.name for mutation in MUTATIONS)
         )
     selected = [
         mutation
@@ -150,12 +150,14 @@ def run(names: Sequence[str], as_json: bool) -> None:
     for outcome in study(selected):
         outcomes.append(outcome)
         print(
-            f"{len(outcomes)}/{len(selected)} {outcome.mutation}: {', '.join(outcome.by) or 'NOT SEEN'}",
+            f"{len(outcomes)}/{len(selected)} {outcome.mutation}: "
+            f"{', '.join(outcome.by) or 'NOT SEEN'}",
             file=sys.stderr,
             flush=True,
         )
     print(json.dumps([asdict(outcome) for outcome in outcomes]) if as_json else render(outcomes))
-    if missed := [outcome.mutation for outcome in outcomes if not outcome.by]:
+    missed = [outcome.mutation for outcome in outcomes if not outcome.by]
+    if missed:
         raise RuntimeError(f"no test saw: {'; '.join(missed)}")
 
 
@@ -173,7 +175,8 @@ def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
             else:
                 shutil.copy2(ROOT / name, copy / name)
         every = sorted({name for mutation in mutations for name in mutation.tests})
-        if wrong := failures(every, copy):
+        wrong = failures(every, copy)
+        if wrong:
             raise RuntimeError(f"tests fail though nothing is broken: {', '.join(wrong)}")
         for mutation in mutations:
             file = copy / mutation.file
@@ -186,7 +189,8 @@ def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
 
 def broken(mutation: Mutation, text: str) -> str:
     """`text` with the mutation. Raises RuntimeError unless the text to replace occurs once."""
-    if (count := text.count(mutation.now)) != 1:
+    count = text.count(mutation.now)
+    if count != 1:
         raise RuntimeError(
             f"{mutation.file} has {mutation.now.strip()!r} {count} times, must have it once"
         )

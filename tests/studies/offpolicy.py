@@ -245,7 +245,8 @@ def judge_of(config: RunConfig) -> Callable[[str, Prompt], float]:
     [part, *other_parts] = parts_in_evaluation(config)
     if part.role is not None or other_parts:
         raise ConfigError(f"{part.setting}: policies are judged by one rule: set eval.reward")
-    if verify := VERIFIERS.get(part.name):
+    verify = VERIFIERS.get(part.name)
+    if verify:
         return lambda response, prompt: score_of(verify(response, prompt.answer)).reward
     function = find_callable(part.name, part.setting, VERIFIERS)
     parameters = parameters_of(function, part.setting)
@@ -434,7 +435,8 @@ LEARNED = (
 
 def render(facts: Mapping[str, Any]) -> str:
     lines = [RENDER[part](results) for part, results in facts["parts"].items() if results]
-    if models := facts.get("reward_models"):
+    models = facts.get("reward_models")
+    if models:
         lines.append(_reward_model_table(models))
     return "\n\n".join(lines) or "no run is complete"
 
@@ -446,9 +448,9 @@ def _reward_model_table(models: Sequence[Result]) -> str:
         "| | seed | `megarl reward-model` | plain PyTorch |",
     ]
     rows = (
-        f"| {facts_of_model['size']} | {facts_of_model['seed']} | {facts_of_model['accuracy']:.3f} | "
-        f"{facts_of_model['accuracy_plain']:.3f} |"
-        for facts_of_model in models
+        f"| {model['size']} | {model['seed']} | {model['accuracy']:.3f} | "
+        f"{model['accuracy_plain']:.3f} |"
+        for model in models
     )
     return "\n".join([*lines, "|---|---|---|---|", *rows])
 
@@ -629,7 +631,8 @@ class Study:
             else []
         )
         for cell in (*cells, *judges):
-            if (size := SIZES[cell.policy]) is not None:
+            size = SIZES[cell.policy]
+            if size is not None:
                 _write_model(Path(settings.model.path), self.runs / "models" / cell.policy, size)
             load_config(self.config, self.of_run(cell))
         for cell in {(cell.policy, cell.seed): cell for cell in (*cells, *judges)}.values():
@@ -740,7 +743,8 @@ def run(
 
     `lanes` runs go side by side. Raises ConfigError; RuntimeError, at the end, if runs have failed.
     """
-    if unknown := [part for part in parts if part not in PARTS]:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
         raise ConfigError(f"--parts {','.join(unknown)}: must be of {', '.join(PARTS)}")
     settings = load_config(config, overrides)
     learned = any(role_of(name, role) == REWARD_MODEL for name, role in roles_of(settings).items())

@@ -35,7 +35,8 @@ def check_settings(runs: Path, config: RunConfig) -> None:
     """Raises ConfigError if the folder `runs` cannot be written, or if its runs were made with
     other settings, since complete runs are not repeated.
     """
-    if problems := list(folder_problems("--runs ", str(runs))):
+    problems = list(folder_problems("--runs ", str(runs)))
+    if problems:
         raise ConfigError(problems)
     if not (runs / SETTINGS).is_file():
         return
