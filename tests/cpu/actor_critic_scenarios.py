@@ -49,7 +49,7 @@ def scenario_ppo(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         checkpoint.load_critic(critic, saved)
     else:
         critic.load_hf(scenario["critic"], None if of_critic.head == "scalar" else "zeros")
-    step_records = []
+    batch_records = []
     for batch in batches[2:] if resumed else batches:
         local_batch = steps.assign(replace(batch, numbers={}))[policy.coordinate.dp]
         results = steps.train(
@@ -61,9 +61,9 @@ def scenario_ppo(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
                 scenario["model" if role == "policy" else "critic"],
             )
         optimizer_steps = [(result.grad_norm, result.learning_rate) for result in results]
-        step_records.append(
+        batch_records.append(
             (optimizer_steps, dict(steps.value_metrics()), step_metrics(results, steps.algorithm))
         )
         if batch.step == 1 and not resumed:
             checkpoint.save(policy, saved, {"step": 2}, critic=critic)
-    return {"told": step_records}
+    return {"told": batch_records}

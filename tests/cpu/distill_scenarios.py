@@ -58,14 +58,14 @@ def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     before = [parameter.clone() for model in models.values() for parameter in model._parameters()]
     algorithm = make_algorithm(config.algorithm, teachers_of(config))
     steps = BatchSteps(trainer, algorithm, config, teachers=Teachers(config, models))
-    step_records = []
+    batch_records = []
     for batch in batches:
         local_batch = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
         results = steps.train(
             replace(batch, numbers={place: batch.numbers[place] for place in local_batch})
         )
         trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.hf"), scenario["model"])
-        step_records.append(
+        batch_records.append(
             (
                 [(result.loss, result.grad_norm) for result in results],
                 step_metrics(results, algorithm),
@@ -75,7 +75,7 @@ def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
         "a teacher has changed"
     )
-    return {"told": step_records}
+    return {"told": batch_records}
 
 
 def scenario_other_reference(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

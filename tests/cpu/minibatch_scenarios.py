@@ -38,7 +38,7 @@ def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any
     resumed = scenario["name"].endswith(".resumed")
     if resumed:
         checkpoint.load(trainer, saved)
-    step_records = []
+    batch_records = []
     held_tokens = []
     for batch in batches[2:] if resumed else batches:
         local_batch = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
@@ -49,11 +49,11 @@ def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any
         optimizer_steps = [
             (result.loss, result.grad_norm, result.learning_rate) for result in results
         ]
-        step_records.append((optimizer_steps, step_metrics(results, steps.algorithm)))
+        batch_records.append((optimizer_steps, step_metrics(results, steps.algorithm)))
         held_tokens.append(local_batch)
         if batch.step == 1 and not resumed:
             checkpoint.save(trainer, saved, {"step": 2})
-    return {"told": step_records, "held": held_tokens}
+    return {"told": batch_records, "held": held_tokens}
 
 
 def scenario_one_optimizer_step(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def sample(prompt: Prompt, completion: Completion, tokenizer: Any, step: int) ->
 
 
 def described(groups: list[Group]) -> list[list[tuple[str, float]]]:
-    return [[(sample.text, sample.reward) for sample in group.samples] for group in groups]
+    return [[(response.text, response.reward) for response in group.samples] for group in groups]
 
 
 if __name__ == "__main__":

@@ -75,13 +75,13 @@ def kept(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
     """The bytes that autograd holds at the end of the forward pass of one microbatch of `tokens` on
     this rank.
     """
-    storages: dict[int, torch.Tensor] = {}
+    tensors_by_pointer: dict[int, torch.Tensor] = {}
     backward = False
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not backward and tensor.untyped_storage().data_ptr() not in weights:
             # held, so that its memory is not reused
-            storages[tensor.untyped_storage().data_ptr()] = tensor
+            tensors_by_pointer[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def kept(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
     one = TrainSequence(token_ids=ids, loss_mask=mask, mu_logprobs=zeros, advantages=ones)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         trainer.train_step([one] * trainer.topology.dp, negative_sum, 1.0)
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_by_pointer.values())
 
 
 def main() -> None:

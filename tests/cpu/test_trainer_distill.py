@@ -71,12 +71,12 @@ def model(folder: Path) -> PreTrainedModel:
     return load_float64(folder)
 
 
-def distribution(model: PreTrainedModel, sample: Any, temperature: float) -> torch.Tensor:
+def distribution(network: PreTrainedModel, sample: Any, temperature: float) -> torch.Tensor:
     """[T, vocabulary]: log-probs at each token of the response."""
     ids = torch.tensor([*sample.prompt_ids, *sample.token_ids])
-    return (model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature).log_softmax(
-        dim=-1
-    )
+    return (
+        network(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature
+    ).log_softmax(dim=-1)
 
 
 def coarse_kl(log_p: torch.Tensor, ids: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
     """
     over, k, temperature, name, names, on_trainer = CASES[case]
     policy = load_float64(out / "policy")
-    optimizer_steps = []
+    batch_results = []
     groups = [
         {"params": [p for p in policy.parameters() if p.dim() > 1]},
         {"params": [p for p in policy.parameters() if p.dim() == 1]},
@@ -177,7 +177,7 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
         group["weight_decay"] = decay
     adam = torch.optim.AdamW(groups, lr=ADAM["lr"], betas=ADAM["betas"], eps=ADAM["eps"])
     for batch in batches:
-        step_records = []
+        optimizer_steps = []
         sums = {teacher: [0.0, 0] for teacher in names}
         rewards = torch.tensor(
             [sample.reward for sample in batch.samples], dtype=torch.float64
@@ -231,16 +231,16 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), ADAM["clip_grad"]).item()
             adam.step()
-            step_records.append((loss.item(), norm))
+            optimizer_steps.append((loss.item(), norm))
         means = {teacher: total / count for teacher, (total, count) in sums.items()}
-        optimizer_steps.append(
+        batch_results.append(
             {
-                "told": step_records,
+                "told": optimizer_steps,
                 "means": means,
                 "weights": {key: value.clone() for key, value in policy.state_dict().items()},
             }
         )
-    return optimizer_steps
+    return batch_results
 
 
 @pytest.fixture(scope="module")

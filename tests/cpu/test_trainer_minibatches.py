@@ -174,7 +174,7 @@ def plain_loop(
     """
     model = load_float64(folder)
     start = load_float64(folder)
-    optimizer_steps = []
+    batch_results = []
     position = 0
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
@@ -186,7 +186,7 @@ def plain_loop(
     total = 12
     warmup = ADAM["warmup_steps"]
     for batch in batches:
-        step_records = []
+        optimizer_steps = []
         numbers = batch.numbers
         n = 3
         masks = {
@@ -263,11 +263,11 @@ def plain_loop(
             for group in adam.param_groups:
                 group["lr"] = rate
             adam.step()
-            step_records.append((loss.item(), norm, rate))
-        optimizer_steps.append(
-            (step_records, {name: value.clone() for name, value in model.state_dict().items()})
+            optimizer_steps.append((loss.item(), norm, rate))
+        batch_results.append(
+            (optimizer_steps, {name: value.clone() for name, value in model.state_dict().items()})
         )
-    return optimizer_steps
+    return batch_results
 
 
 @pytest.fixture(scope="module")

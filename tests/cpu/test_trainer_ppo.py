@@ -122,7 +122,7 @@ def plain_loop(
     critic = load_critic(critic_folder)
     of_policy = adam(policy, ADAM)
     of_critic = adam(critic, OF_CRITIC)
-    optimizer_steps = []
+    batch_results = []
     position = 0
     critic_position = 0
     for batch in batches:
@@ -216,8 +216,8 @@ def plain_loop(
             role: {k: v.clone() for k, v in m.state_dict().items()}
             for role, m in (("policy", policy), ("critic", critic))
         }
-        optimizer_steps.append(step_record | {"weights": weights})
-    return optimizer_steps
+        batch_results.append(step_record | {"weights": weights})
+    return batch_results
 
 
 @pytest.fixture(scope="module")

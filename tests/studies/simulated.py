@@ -94,7 +94,7 @@ def of_run(folder: Path) -> ComparedRun:
     samples = folder / "rollouts" / "samples.jsonl"
     config = load_config(folder / "config.yaml", [f"plan.simulation.lengths={samples}"])
     events = RunReader(folder, 1).read()
-    simulated = simulate(
+    simulation = simulate(
         resolve(config, "plan"),
         lambda plan, unit: measured_models(plan, unit, folder),
         failures=failures_of(events),
@@ -111,12 +111,12 @@ def of_run(folder: Path) -> ComparedRun:
         for kind, start_s, took, *_ in events["lanes"]["trainer.0"]
         if kind == "train"
     ]
-    first = simulated.rows[0]
+    first = simulation.rows[0]
     took_s = max(trained)[1] - min(trained)[0]
     end_error = (
-        simulated.rows[-1]["wall_s"] - first["wall_s"] + first["time/train_s"]
+        simulation.rows[-1]["wall_s"] - first["wall_s"] + first["time/train_s"]
     ) / took_s - 1
-    return replace(compare(folder.name, real, with_ages(simulated)), end_error=end_error)
+    return replace(compare(folder.name, real, with_ages(simulation)), end_error=end_error)
 
 
 def failures_of(events: dict[str, Any]) -> Failures:
@@ -237,7 +237,10 @@ def simulated(cell: Cell) -> Rows:
 
 
 def with_ages(totals: SimulationTotals) -> Rows:
-    return [{**row, "ages": ages} for row, ages in zip(totals.rows, totals.ages_of_steps)]
+    return [
+        {**row, "ages": ages_of_step}
+        for row, ages_of_step in zip(totals.rows, totals.ages_of_steps)
+    ]
 
 
 def plan_of(cell: Cell) -> RunPlan:

@@ -356,8 +356,10 @@ class Distill(Method):
     def loss(self, responses: Responses, rewards: Tensor) -> Tensor:
         with torch.no_grad():
             teacher = logits(self.teacher, responses).log_softmax(-1)
-        logprobs = logits(self.policy, responses).log_softmax(-1)
-        return mean((logprobs.exp() * (logprobs - teacher)).sum(-1), responses.written)
+        policy_logprobs = logits(self.policy, responses).log_softmax(-1)
+        return mean(
+            (policy_logprobs.exp() * (policy_logprobs - teacher)).sum(-1), responses.written
+        )
 
 
 METHODS = {

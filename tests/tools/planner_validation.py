@@ -119,9 +119,9 @@ def _ratio_factor(table: Sequence[Row], predicted: Sequence[float]) -> float:
     )
 
 
-def median_error(results: list[list[PredictedRow]], held_out: bool) -> float:
+def median_error(tables: list[list[PredictedRow]], held_out: bool) -> float:
     """The median error over all tables with fitted rows."""
-    rows = (result for table in results if table[0].row.table != UNFITTED for result in table)
+    rows = (result for table in tables if table[0].row.table != UNFITTED for result in table)
     return statistics.median(abs(result.error) for result in rows if result.held_out == held_out)
 
 
@@ -136,10 +136,10 @@ def misordered(table: Sequence[PredictedRow]) -> list[tuple[str, str]]:
     return [(a.row.name, b.row.name) for a, b in wrong]
 
 
-def render(results: list[list[PredictedRow]]) -> str:
+def render(tables: list[list[PredictedRow]]) -> str:
     """Markdown."""
     lines = []
-    for table in results:
+    for table in tables:
         name = table[0].row.table
         lines += [f"**{name}.** Assumed: {ASSUMED[name]}.", ""]
         lines += ["| row | use | published s | predicted s | error |", "|---|---|---|---|---|"]
@@ -152,8 +152,8 @@ def render(results: list[list[PredictedRow]]) -> str:
         wrong = misordered(table)
         pairs = "; ".join(" and ".join(pair) for pair in wrong)
         lines += ["", f"Order wrong: {pairs}." if wrong else "Order: all pairs right.", ""]
-    held_out_error = median_error(results, True)
-    fitted = median_error(results, False)
+    held_out_error = median_error(tables, True)
+    fitted = median_error(tables, False)
     return "\n".join(
         [
             *lines,
