@@ -86,7 +86,7 @@ def test_a_response_counts_up_to_its_end_and_padding_changes_nothing(
         own = responses.ids[row, 1:][responses.written[row].bool()].tolist()
         lengths.append(len(own))
         assert end not in own[:-1] and (len(own) == 12 or own[-1] == end)
-        assert responses.ids[row][responses.seen[row].bool()].tolist() == asked + own
+        assert responses.ids[row][responses.token_mask[row].bool()].tolist() == asked + own
         alone = (
             method.policy(torch.tensor([asked + own]))
             .logits[0, len(asked) - 1 : -1]
