@@ -107,7 +107,7 @@ def optimizer_states(
                 yield owners[id(master)], 0, master.numel(), master, adam.state[master]
 
 
-def held(trainer: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def optimizer_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(what, tensor, its expected values) of all that this rank holds."""
     from megarl.trainer.model import parameters_by_name
 
@@ -147,7 +147,7 @@ def make(chain: dict[str, Any], layout: dict[str, Any]) -> Any:
 
 
 def put(trainer: Any) -> None:
-    for _, tensor, values in held(trainer):
+    for _, tensor, values in optimizer_tensors(trainer):
         tensor.copy_(values)
     for *_, state in optimizer_states(trainer):
         state["step"].fill_(POSITION)
@@ -163,7 +163,7 @@ def compare(trainer: Any) -> None:
     for again in ("", ", after the master weights were copied to the model"):
         wrong = [
             f"{state_name}: {int((tensor != values).sum())} elements"
-            for state_name, tensor, values in held(trainer)
+            for state_name, tensor, values in optimizer_tensors(trainer)
             if not equal(tensor, values)
         ]
         assert not wrong, f"{len(wrong)} tensors differ{again}: {wrong[:8]}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from trainer_rig import make, plain_adam, scored, sequences
+from trainer_rig import logprob_rows, make, plain_adam, sequences
 
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.geometry import TrainerTopology
@@ -84,6 +84,6 @@ def scenario_other_reference(scenario: dict[str, Any], out: Path) -> dict[str, A
     batch = sequences(trainer.spec.vocab_size)
     trainer.hold_reference(frozen(scenario, scenario["reference"], trainer))
     return {
-        "reference": scored(trainer, batch, temperature=0.7, model="reference"),
-        "policy": scored(trainer, batch, temperature=0.7),
+        "reference": logprob_rows(trainer, batch, temperature=0.7, model="reference"),
+        "policy": logprob_rows(trainer, batch, temperature=0.7),
     }

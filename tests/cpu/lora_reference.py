@@ -69,7 +69,7 @@ def random_factors(model: PreTrainedModel, rank: int, targets: list[str], shared
                 factors[name] = nn.Parameter(0.2 * torch.randn(shape, generator=generator).double())
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _wanted(name, targets):
+        if isinstance(module, nn.Linear) and _is_target(name, targets):
             pair(name, module.out_features, module.in_features)
         if name.endswith("mlp.experts"):
             rows = module.gate_up_proj.size(1) // 2
@@ -80,7 +80,7 @@ def random_factors(model: PreTrainedModel, rank: int, targets: list[str], shared
                     ("up_proj", (rows, hidden), "A"),
                     ("down_proj", (hidden, rows), "B"),
                 ):
-                    if _wanted(part, targets):
+                    if _is_target(part, targets):
                         pair(f"{name}.{expert}.{part}", *shape, outer=outer if shared else "")
     return factors
 
@@ -90,7 +90,7 @@ def _of_all(stem: str) -> str:
     return re.sub(r"(\.experts)\.\d+", r"\1", stem)
 
 
-def _wanted(name: str, targets: list[str]) -> bool:
+def _is_target(name: str, targets: list[str]) -> bool:
     last = name.rpartition(".")[2]
     return last not in ("lm_head", "gate") and (targets == ["all"] or last in targets)
 

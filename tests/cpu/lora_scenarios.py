@@ -32,7 +32,7 @@ from megarl.models.registry import load_spec
 ADAM = OptimizerConfig(lr=1e-2, clip_grad=0.0, weight_decay=0.01, eps=1e-2)
 
 
-def held(trainer: Any) -> dict[str, torch.Tensor]:
+def adapter_parts(trainer: Any) -> dict[str, torch.Tensor]:
     """This rank's parts of the adapters."""
     parameters = trainer.local_parameters()
     return {
@@ -77,7 +77,7 @@ def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     steps(trainer, 1, 2, 3)
     after = trainer.local_parameters()
     results["moved"] = [name for name in before if not torch.equal(before[name], after[name])]
-    results["adapters"] = held(trainer)
+    results["adapters"] = adapter_parts(trainer)
     scaled = {
         name
         for name in after
@@ -117,11 +117,11 @@ def scenario_lora_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
     trainer = make(scenario, ADAM)
     trainer.load_hf(scenario["model"])
-    results = {"first": held(trainer)}
+    results = {"first": adapter_parts(trainer)}
     steps(trainer, 1, 2)
     checkpoint.save(trainer, scenario["checkpoint"], {})
     steps(trainer, 3)
-    return results | {"third": held(trainer)}
+    return results | {"third": adapter_parts(trainer)}
 
 
 def scenario_lora_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -130,17 +130,17 @@ def scenario_lora_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, ADAM)
-    results = {"first": held(trainer), "refused": ""}
+    results = {"first": adapter_parts(trainer), "refused": ""}
     trainer.load_hf(scenario["other"])
     try:
         checkpoint.load(trainer, scenario["checkpoint"])
     except CheckpointError as error:
         results["refused"] = str(error)
     trainer.load_hf(scenario["model"])
-    results["first"] = held(trainer)
+    results["first"] = adapter_parts(trainer)
     checkpoint.load(trainer, scenario["checkpoint"])
     steps(trainer, 3)
-    return results | {"third": held(trainer)}
+    return results | {"third": adapter_parts(trainer)}
 
 
 def scenario_lora_dropout(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -82,13 +82,15 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
     return {
         "loss": loss.item(),
         "grads": {
-            **apart(grads, before, name),
+            **by_checkpoint_names(grads, before, name),
             **{key: value.grad for key, value in layer_tensors.items()},
         },
     }
 
 
-def apart(grads: dict[str, torch.Tensor], before: str, name: str) -> dict[str, torch.Tensor]:
+def by_checkpoint_names(
+    grads: dict[str, torch.Tensor], before: str, name: str
+) -> dict[str, torch.Tensor]:
     """The tensors by a checkpoint's names. (Transformers stacks the experts.)"""
     tensors = {}
     for key, grad in grads.items():

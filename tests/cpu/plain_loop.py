@@ -83,7 +83,7 @@ async def main(config_path: str, out: Path, overrides: list[str]) -> None:
                     {
                         "loss": result.loss,
                         "grad_norm": result.grad_norm,
-                        "groups": described(groups),
+                        "groups": texts_and_rewards(groups),
                     }
                 )
                 + "\n"
@@ -120,7 +120,7 @@ def sample(prompt: Prompt, completion: Completion, tokenizer: Any, step: int) ->
     )
 
 
-def described(groups: list[Group]) -> list[list[tuple[str, float]]]:
+def texts_and_rewards(groups: list[Group]) -> list[list[tuple[str, float]]]:
     return [[(response.text, response.reward) for response in group.samples] for group in groups]
 
 

@@ -67,11 +67,11 @@ def weigh(case: dict[str, Any]) -> dict[str, int]:
         "gradients": sum(storages(buffer.grad_data for buffer in buffers).values()),
         "optimizer": sum(moments.values())
         + sum(size for place, size in masters.items() if place not in weights),
-        "kept": kept(trainer, case["tokens"], weights),
+        "kept": storage_bytes(trainer, case["tokens"], weights),
     }
 
 
-def kept(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
+def storage_bytes(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
     """The bytes that autograd holds at the end of the forward pass of one microbatch of `tokens` on
     this rank.
     """

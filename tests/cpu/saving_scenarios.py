@@ -247,7 +247,7 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     for file in sorted(folder.iterdir()):
         content = file.read_bytes()
         dist.barrier()  # all ranks have read it before it is damaged
-        for damage, harmed in damages(content).items():
+        for damage, harmed in damaged_contents(content).items():
             if dist.get_rank() == 0:
                 file.unlink() if harmed is None else file.write_bytes(harmed)
             dist.barrier()
@@ -278,7 +278,7 @@ def said_of_copy(trainer: Any, folder: Path) -> str:
     if dist.get_rank() == 0:
         shutil.copytree(folder, copy)
         tensors = copy / "rank_00001.bin"
-        tensors.write_bytes(damages(tensors.read_bytes())["bit of byte 0"])
+        tensors.write_bytes(damaged_contents(tensors.read_bytes())["bit of byte 0"])
     dist.barrier()
     try:
         load_checkpoint(trainer, str(copy), original=str(folder))
@@ -289,7 +289,7 @@ def said_of_copy(trainer: Any, folder: Path) -> str:
     return ""
 
 
-def damages(content: bytes) -> dict[str, Any]:
+def damaged_contents(content: bytes) -> dict[str, Any]:
     """Ways to damage a file. None: the file is deleted."""
     damaged_bytes: dict[str, Any] = {
         "missing": None,

@@ -76,7 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"plain": plain, "silent": silent, "fp8": fp8, "dequantised": dequantised}
 
 
-def sampled(model: Path, dtype: str, log: Path) -> list[tuple[TrainSequence, np.ndarray]]:
+def engine_samples(model: Path, dtype: str, log: Path) -> list[tuple[TrainSequence, np.ndarray]]:
     """An engine's samples with their experts, and the experts' weights [positions, layers, experts
     per token].
     """
@@ -139,7 +139,7 @@ def differences(
     out = tmp_path_factory.mktemp("parts")
     engines = {(weights, dtype) for weights, dtype, *_ in ROWS.values()}
     sequences = {
-        engine: sampled(models[engine[0]], engine[1], out / f"{'.'.join(engine)}.log")
+        engine: engine_samples(models[engine[0]], engine[1], out / f"{'.'.join(engine)}.log")
         for engine in sorted(engines)
     }
     for engine, engine_sequences in sequences.items():

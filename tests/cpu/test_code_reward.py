@@ -28,7 +28,7 @@ SUM = row([("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")])
 GOOD = "print(sum(map(int, input().split())))"
 
 
-def scored(
+def score_programs(
     items: Sequence[tuple[dict, str]], test_timeout_s: float = 6.0, timeout_s: float = 60.0
 ) -> list[Score]:
     config = RewardConfig(name="code", workers=3)
@@ -50,7 +50,7 @@ def scored(
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long)])
 def test_programs_are_told_right_from_wrong(count: int) -> None:
     labelled = pairs()[:count]
-    scores = scored([(record, text) for record, text, _ in labelled])
+    scores = score_programs([(record, text) for record, text, _ in labelled])
     wrong = [
         (text, right, score)
         for (_, text, right), score in zip(labelled, scores, strict=True)
@@ -79,7 +79,7 @@ AS_PROGRAMS = [
 
 
 def test_programs_end_and_are_found_as_the_interpreter_has_them() -> None:
-    scores = scored([(SUM, fenced(program)) for program in AS_PROGRAMS])
+    scores = score_programs([(SUM, fenced(program)) for program in AS_PROGRAMS])
     assert [score.reward for score in scores] == [1.0] * len(AS_PROGRAMS)
 
 
@@ -106,7 +106,7 @@ OF_THE_HOST = {  # what a program must not be able to do; it prints 3 if it can
 @pytest.mark.parametrize("attack", OF_THE_HOST)
 def test_programs_cannot_reach_the_kernel_or_fill_memory(attack: str) -> None:
     """Also as root: then the kernel takes root's files in /proc to be the program's own."""
-    [score] = scored([(row([("1 2\n", "3\n")]), fenced(OF_THE_HOST[attack]))])
+    [score] = score_programs([(row([("1 2\n", "3\n")]), fenced(OF_THE_HOST[attack]))])
     assert score.reward == 0.0 and score.parts["crashed"] == 1.0
 
 
@@ -178,7 +178,7 @@ def test_hostile_programs_neither_pass_nor_hang_nor_end_the_run() -> None:
 
     A good program is scored beside them.
     """
-    scores = scored(
+    scores = score_programs(
         [
             *((SUM, fenced(program)) for program in HOSTILE),
             (SUM, fenced(GOOD)),
@@ -213,7 +213,7 @@ STOPS = (
 def test_program_that_stops_its_tester_costs_one_test_timeout(program: str, reason: str) -> None:
     """Not the time of all tests, here an hour, whatever it writes in that process's place."""
     hostile = f"{STOPS} os.write(file, {program}.encode())\n time.sleep(0.5)"
-    [score] = scored([(row([("1 2\n", "3\n")]), fenced(hostile))], 0.5, 3600.0)
+    [score] = score_programs([(row([("1 2\n", "3\n")]), fenced(hostile))], 0.5, 3600.0)
     assert score.reward == 0.0 and score.parts[reason] == 1.0
 
 
@@ -270,5 +270,5 @@ def test_what_a_function_returns_must_be_plain() -> None:
         "return [[a], b]": 0.0, "return {1: 2}": 0.0, "return type('E', (), {'__eq__': lambda s, "
                                                       "o: True})()": 0.0, "exit(0)": 0.0,
     }  # fmt: skip
-    scores = scored([(called, fenced(f"def f(a, b):\n    {body}")) for body in bodies])
+    scores = score_programs([(called, fenced(f"def f(a, b):\n    {body}")) for body in bodies])
     assert [score.reward for score in scores] == list(bodies.values())

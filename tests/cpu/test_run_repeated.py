@@ -106,7 +106,7 @@ def exported(run_dir: Path) -> dict[str, torch.Tensor]:
     return weights(last.parent)
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def equal_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(
         torch.equal(tensor, second[name]) for name, tensor in first.items()
     )
@@ -116,9 +116,9 @@ def test_run_is_repeated_bit_for_bit(model, first, tmp_path) -> None:
     second = train(model, tmp_path / "run", *SMALL_BATCHES)
     assert len(samples(first)) == 24 and samples(second) == samples(first)
     assert numbers(second) == numbers(first)
-    assert same(exported(second), exported(first)) and not same(exported(first), weights(model)), (
-        "the weights have moved"
-    )
+    assert equal_tensors(exported(second), exported(first)) and not equal_tensors(
+        exported(first), weights(model)
+    ), "the weights have moved"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -138,7 +138,7 @@ def test_resumed_run_equals_unbroken_one(model, first, tmp_path) -> None:
     assert complete_checkpoints(run_dir)
     train(model, run_dir)
     assert samples(run_dir) == samples(first)
-    assert same(exported(run_dir), exported(first))
+    assert equal_tensors(exported(run_dir), exported(first))
 
 
 def test_run_equals_plain_synchronous_loop(model, first, tmp_path) -> None:
@@ -165,4 +165,4 @@ def test_run_equals_plain_synchronous_loop(model, first, tmp_path) -> None:
     assert [(step["loss"], step["grad_norm"]) for step in steps] == [
         (row["loss"], row["grad_norm"]) for row in rows(first)
     ]
-    assert same(weights(tmp_path / "hf"), exported(first))
+    assert equal_tensors(weights(tmp_path / "hf"), exported(first))

@@ -97,7 +97,9 @@ def settings(model: Path, scores: Path, judge: Path, run_dir: Path) -> list[str]
     ]  # fmt: skip
 
 
-def written(run_dir: Path) -> dict[int, dict[str, list[tuple[float, str, dict[str, float]]]]]:
+def rewards_of_steps(
+    run_dir: Path,
+) -> dict[int, dict[str, list[tuple[float, str, dict[str, float]]]]]:
     """For each step, by prompt: rewards, failures and parts of its samples."""
     steps: dict[int, dict[str, list]] = {}
     for path in sorted((run_dir / "rollouts").glob("step_*.txt")):
@@ -116,7 +118,7 @@ def written(run_dir: Path) -> dict[int, dict[str, list[tuple[float, str, dict[st
     return steps
 
 
-def told(run_dir: Path) -> dict[str, list[ScoreRequest]]:
+def requests_by_prompt(run_dir: Path) -> dict[str, list[ScoreRequest]]:
     """The samples by prompt."""
     requests: dict[str, dict[int, ScoreRequest]] = defaultdict(dict)
     for line in (run_dir / "logs/reward.rule.0.log").read_text().splitlines():
@@ -180,8 +182,8 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
     assert process.wait(400) == 0, log.read_text()[-4000:]
 
     driver = (run_dir / "logs/generator.0.log").read_text()
-    steps = written(run_dir)
-    requests = told(run_dir)
+    steps = rewards_of_steps(run_dir)
+    requests = requests_by_prompt(run_dir)
     assert "rm 0 is lost, 0 are left" in driver and "rm 0 serves again" in driver
     assert "rm.0 was killed" in log.read_text() and "started again (1 of" in log.read_text()
     table = rows(run_dir)

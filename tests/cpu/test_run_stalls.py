@@ -23,7 +23,7 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("stalls") / "model")
 
 
-def of(process, *words: str) -> psutil.Process:
+def process_of(process, *words: str) -> psutil.Process:
     return next(
         child for child in descendants(process) if all(word in title(child) for word in words)
     )
@@ -77,7 +77,7 @@ def test_a_process_that_is_stopped_is_found_and_named(
     )
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=300)
-        of(process, *process_name).suspend()
+        process_of(process, *process_name).suspend()
         process.wait(timeout=6 * WAIT_S)
     finally:
         kill(process)

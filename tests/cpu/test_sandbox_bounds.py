@@ -153,7 +153,7 @@ GROWING = (
 FULL = ("files in memory", "empty files")  # these end when there is no space
 
 
-def held(name: str, ended: dict[str, object]) -> bool:
+def is_bounded(name: str, ended: dict[str, object]) -> bool:
     if ended["left"]:
         return False
     if "deadline" in name:
@@ -303,7 +303,7 @@ def test_programs_stay_within_the_bounds_of_their_sandbox(
     if completed.returncode == 77:
         pytest.skip(completed.stderr.strip())
     results = json.loads(completed.stdout)
-    bad = {name: result for name, result in results.items() if not held(name, result)}
+    bad = {name: result for name, result in results.items() if not is_bounded(name, result)}
     assert len(results) == len(attacks_in(kind)) and not bad, bad
     assert os.listdir(folder) == ["socket"], "nothing is left of them"
 

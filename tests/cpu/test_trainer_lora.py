@@ -135,7 +135,7 @@ def lora_of(case: str) -> Lora | None:
     return Lora.of(LoraConfig(**CASES[case][1]))
 
 
-def whole(
+def joined_adapters(
     folder: Path, case: str, layout: str, ranks: list[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """The ranks' parts of the adapters, joined. Copies must agree."""
@@ -166,7 +166,7 @@ def test_gradients_equal_plain_adapters(
     ranks = saved(runs, f"{case}.{layout}")
     norm = math.sqrt(sum((grad**2).sum().item() for grad in want["grads"].values()))
     for batching in ("all", "microbatches"):
-        gradients = whole(
+        gradients = joined_adapters(
             models[CASES[case][0]], case, layout, [rank[batching]["grads"] for rank in ranks]
         )
         assert_same_gradients(gradients, want["grads"])
@@ -200,7 +200,9 @@ def test_three_steps_move_the_adapters_alone(
         elements = sum(values.numel() for values in rank["adapters"].values())
         # padded to equal shares
         assert rank["optimized"] <= elements <= rank["buffers"] < elements + 64 * 128 * len(ranks)
-    adapters = whole(models[CASES[case][0]], case, layout, [rank["adapters"] for rank in ranks])
+    adapters = joined_adapters(
+        models[CASES[case][0]], case, layout, [rank["adapters"] for rank in ranks]
+    )
     for name, values in expected[case]["trained"].items():
         torch.testing.assert_close(
             adapters[name], values, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
@@ -262,8 +264,8 @@ def test_a_checkpoint_of_adapters_goes_on_under_other_sizes(
     before = saved(runs, f"save.{case}.{first}")
     after = saved(runs, f"load.{case}.{layout}")
     for stage, tolerance in (("first", 0.0), ("third", 1e-5)):
-        want = whole(models[model], case, first, [rank[stage] for rank in before])
-        adapters = whole(models[model], case, layout, [rank[stage] for rank in after])
+        want = joined_adapters(models[model], case, first, [rank[stage] for rank in before])
+        adapters = joined_adapters(models[model], case, layout, [rank[stage] for rank in after])
         for name, values in want.items():
             torch.testing.assert_close(
                 adapters[name],
@@ -311,7 +313,9 @@ def test_dropout_is_the_seeds_and_of_training_alone(
 ) -> None:
     ranks = saved(runs, f"dropout.{case}.{layout}")
     one, again = (
-        whole(models[CASES[case][0]], case, layout, [rank[name]["grads"] for rank in ranks])
+        joined_adapters(
+            models[CASES[case][0]], case, layout, [rank[name]["grads"] for rank in ranks]
+        )
         for name in ("one", "again")
     )
     scale = max(grad.abs().max().item() for grad in expected[case]["grads"].values())
@@ -328,7 +332,7 @@ def test_dropout_is_the_seeds_and_of_training_alone(
         for row, want in zip(rank["logprobs"], expected[case]["logprobs"], strict=True):
             assert row == pytest.approx(want, abs=1e-5)
     if layout == "recompute":  # recomputation drops the same elements
-        for name, grad in whole(
+        for name, grad in joined_adapters(
             models["untied"],
             case,
             "single",

@@ -46,7 +46,7 @@ EVERY_AGE = torch.tensor([0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 20])
 SMALL = {"max_tokens_per_microbatch": 24}
 
 
-def sampled(folder: Path, noise: float) -> Batch:
+def batch_of_policy(folder: Path, noise: float) -> Batch:
     """Sequences sampled at TEMPERATURE from nearly the model's distribution, under the weights of
     step 20 and of older steps.
     """
@@ -82,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model("untied", out / "hf")
     overrides = [f"rollout.prompts_per_step={GROUPS}", f"rollout.n={SAMPLES}", f"seed={SEED}"]
     for name, noise in (("near", 0.3), ("equal", 0.0)):
-        torch.save(sampled(out / "hf", noise), out / f"{name}.pt")
+        torch.save(batch_of_policy(out / "hf", noise), out / f"{name}.pt")
 
     def scenario(name: str, batch: str, layout: str, *names: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]

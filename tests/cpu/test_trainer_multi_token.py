@@ -107,7 +107,7 @@ def test_the_policy_is_the_same_without_it(runs: Path, model: str, layout: str) 
         shared = any(grad.isnan().any() for grad in without["step"]["grads"].values())
         for mode in ("keep", "train"):
             assert all(
-                same(rank[mode]["step"]["grads"][name], grad)
+                equal_where_filled(rank[mode]["step"]["grads"][name], grad)
                 for name, grad in without["step"]["grads"].items()
             )
             close = {"rtol": 1e-5, "atol": 1e-6} if shared else {"rtol": 0, "atol": 0}
@@ -130,7 +130,7 @@ def test_the_policy_is_the_same_without_it(runs: Path, model: str, layout: str) 
         assert losses == sorted(losses, reverse=True) and losses[2] < losses[0]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal_where_filled(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compares the tensors that this rank has in both."""
     filled = ~a.isnan() & ~b.isnan()
     return torch.equal(a[filled], b[filled])

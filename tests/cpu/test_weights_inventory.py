@@ -59,7 +59,7 @@ def in_session(
     generator.run(run())
 
 
-def listed(file: Path) -> Iterator[dict[str, Any]]:
+def listed_tensors(file: Path) -> Iterator[dict[str, Any]]:
     return (msgspec.json.decode(line) for line in file.read_bytes().splitlines())
 
 
@@ -88,7 +88,7 @@ def test_planted_tensors_are_refused_by_name_or_named(tmp_path, key_file, capsys
         printed := capsys.readouterr().out
     )
     assert all(name in printed for name in UNPROVEN + ELSEWHERE)
-    kinds = {entry["name"]: entry["kind"] for entry in listed(file)}
+    kinds = {entry["name"]: entry["kind"] for entry in listed_tensors(file)}
     assert {name for name, kind in kinds.items() if kind == "unproven"} == set(UNPROVEN)
     assert {name for name, kind in kinds.items() if "outside" in kind} == set(ELSEWHERE)
     assert kinds[f"{DOWN}.derived"] == "derived" and kinds[f"{DOWN}.weight"] == "written"
@@ -110,7 +110,7 @@ def test_an_engine_without_them_has_nothing_unproven(family, quantization, tmp_p
         checkpoint, "bfloat16", 1, 1, tmp_path / "engine", **server_arguments(quantization)
     ) as generator:
         in_session(generator, key_file, strict)
-    tensors = list(listed(file))
+    tensors = list(listed_tensors(file))
     kinds = {entry["name"]: entry["kind"] for entry in tensors}
     assert {"written", "constant"} <= set(kinds.values()) and not any(
         "unproven" in kind for kind in kinds.values()

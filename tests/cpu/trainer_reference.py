@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from trainer_rig import DENOMINATOR, TEMPERATURE, drawn_from_sets, forced, sequences
+from trainer_rig import DENOMINATOR, TEMPERATURE, drawn_from_sets, sequences, with_random_experts
 
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import TrainSequence
@@ -133,7 +133,7 @@ def replayed_reference(folder: Path) -> dict[str, Any]:
     """
     model = load_float64(folder)
     routing = RoutingFormat.of(load_spec(folder))
-    batch = forced(sequences(model.config.vocab_size), routing)
+    batch = with_random_experts(sequences(model.config.vocab_size), routing)
     force, replaced = force_experts(model, routing)
     loss, logprobs = hf_loss(model, batch, TEMPERATURE, force)
     loss.backward()

@@ -48,11 +48,11 @@ def sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> li
     return batch
 
 
-def scored(trainer: Any, batch: list[TrainSequence], **settings: Any) -> list[list[float]]:
+def logprob_rows(trainer: Any, batch: list[TrainSequence], **settings: Any) -> list[list[float]]:
     return [row.tolist() for row in trainer.token_logprobs(batch, **settings)]
 
 
-def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
+def with_random_experts(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
     """The sequences with random experts: at all positions, in every fourth sequence only in the
     first half, in every fifth at none.
     """
@@ -181,7 +181,7 @@ def all_logprobs(
         msgspec.structs.replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1))
         for s in batch
     ]
-    return scored(trainer, full_sequences, model=model, temperature=temperature)
+    return logprob_rows(trainer, full_sequences, model=model, temperature=temperature)
 
 
 def one_step(trainer: Any, batch: list[TrainSequence]) -> dict[str, Any]:

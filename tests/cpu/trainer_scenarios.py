@@ -17,15 +17,15 @@ from trainer_rig import (
     TEMPERATURE,
     all_logprobs,
     drawn_from_sets,
-    forced,
     logits,
+    logprob_rows,
     make,
     one_step,
     plain_adam,
     poison_padding,
-    scored,
     sequences,
     weighted_nll,
+    with_random_experts,
 )
 
 from megarl.base.geometry import TrainerTopology
@@ -46,13 +46,13 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         "dropped": one_step(trainer, [s for s in all_sequences if any(s.advantages)]),
         "none": one_step(trainer, []),
         "logprobs": all_logprobs(trainer, all_sequences, temperature=TEMPERATURE),
-        "masked_logprobs": scored(trainer, all_sequences, temperature=TEMPERATURE),
+        "masked_logprobs": logprob_rows(trainer, all_sequences, temperature=TEMPERATURE),
         "logits": logits(trainer, all_sequences[:1]),
     }
     trainer.max_tokens = 48  # several microbatches of different shapes
     results["microbatches"] = one_step(trainer, all_sequences)
     if trainer.routing:
-        replayed = forced(all_sequences, trainer.routing)
+        replayed = with_random_experts(all_sequences, trainer.routing)
         results["replayed"] = one_step(trainer, replayed)
         results["replayed_logprobs"] = all_logprobs(trainer, replayed, temperature=TEMPERATURE)
         results["afterwards"] = all_logprobs(trainer, all_sequences, temperature=TEMPERATURE)
@@ -207,7 +207,7 @@ def scenario_drawn(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.max_tokens = 48
     drawn = drawn_from_sets(sequences(trainer.spec.vocab_size), trainer.spec.vocab_size)
     logprobs = {
-        model: scored(trainer, drawn, model=model, temperature=TEMPERATURE)
+        model: logprob_rows(trainer, drawn, model=model, temperature=TEMPERATURE)
         for model in ("policy", "reference")
     }
     return {"step": one_step(trainer, drawn), "logprobs": logprobs}
@@ -223,7 +223,7 @@ def scenario_ratios(scenario: dict[str, Any], out: Path) -> list[list[list[float
     trainer.max_tokens = 200
     without_sets = [msgspec.structs.replace(sequence, kept=None) for sequence in drawn]
     return [
-        scored(trainer, batch, temperature=scenario["temperature"])
+        logprob_rows(trainer, batch, temperature=scenario["temperature"])
         for batch in (drawn, without_sets)
     ]
 
@@ -260,7 +260,7 @@ def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         if isinstance(module, TopKRouter):
             module.register_forward_hook(weights)
     sequences = [sequence for sequence, _ in sampled]
-    own_logprobs = scored(
+    own_logprobs = logprob_rows(
         trainer, [msgspec.structs.replace(sequence, routing=b"") for sequence in sequences]
     )
     trainer.replay.reset()
@@ -272,7 +272,7 @@ def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
                 "weights": of_engine,
                 "replayed": replayed,
             }
-            results[name] += scored(trainer, [sequence])
+            results[name] += logprob_rows(trainer, [sequence])
         if not replayed:
             positions = sum(len(sequence) - 1 for sequence in sequences)
             results |= {

@@ -36,7 +36,17 @@ import msgspec
 import psutil
 import torch
 import zmq
-from fault_orders import DIE, FLIP, GARBLE, KILL_ENGINE, ORDERS, TOOL, order, ordered_tool, taken
+from fault_orders import (
+    DIE,
+    FLIP,
+    GARBLE,
+    KILL_ENGINE,
+    ORDERS,
+    TOOL,
+    order,
+    ordered_tool,
+    take_order,
+)
 
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import Prompt, Sample
@@ -74,17 +84,17 @@ class FaultyTransport(SharedMemoryTransport):
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         folder = os.environ[ORDERS]
         if copy.destination_tensor == FLIPPED:
-            if taken(folder, FLIP) is not None:
+            if take_order(folder, FLIP) is not None:
                 values = values.clone()
                 values.view(torch.uint8)[0, 5] ^= 4
-            pids = taken(folder, KILL_ENGINE)
+            pids = take_order(folder, KILL_ENGINE)
             if pids:
                 for pid in pids.split():
                     os.kill(int(pid), signal.SIGKILL)
                 time.sleep(0.2)  # until the kill has taken effect
-            if taken(folder, DIE) is not None:
+            if take_order(folder, DIE) is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if taken(folder, GARBLE) is not None:
+            if take_order(folder, GARBLE) is not None:
                 _the_peer().send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
         super().write(copy, values)
 
@@ -592,14 +602,14 @@ def port_stolen(run: FaultRun, random: Random) -> dict[str, str]:
     thief = socket.socket()
     thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
-    def taken() -> bool:
+    def takes_the_port() -> bool:
         with contextlib.suppress(OSError):
             thief.bind(("127.0.0.1", port))
             thief.listen()
             return True
         return False
 
-    run.wait_until(taken, f"port {port}", STARTED_S, every_s=0.001)
+    run.wait_until(takes_the_port, f"port {port}", STARTED_S, every_s=0.001)
     run.wait_until(
         lambda: run.said(f"port {port}, .* has been taken by process {os.getpid()}"),
         f"word of port {port}",

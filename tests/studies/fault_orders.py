@@ -26,7 +26,7 @@ def order(folder: Path, name: str, text: str = "") -> None:
     part.rename(folder / name)
 
 
-def taken(folder: str | Path, name: str) -> str | None:
+def take_order(folder: str | Path, name: str) -> str | None:
     """Takes an order and returns its text.
 
     Returns None if there is no such order, or another process has taken it.
@@ -49,7 +49,7 @@ def ordered_tool(orders: str) -> str:
 
     An order can make it crash, hang, print for ever or answer too much.
     """
-    wrong = taken(orders, TOOL)
+    wrong = take_order(orders, TOOL)
     if wrong == "crash":
         os._exit(3)
     if wrong == "crash twice":  # after a crash another worker repeats the call once

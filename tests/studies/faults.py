@@ -79,7 +79,7 @@ def run(
         raise ConfigError(f"--kinds {unknown[0]}: there is {', '.join(KINDS)}")
     folder = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-"))
     started = time.monotonic()
-    possible = here(list(kinds) or list(KINDS), small_file_systems(folder / RUN_DIR))
+    possible = injectable(list(kinds) or list(KINDS), small_file_systems(folder / RUN_DIR))
     results = list(campaign(folder, plan(faults, seed, possible), seed, started + 60 * minutes))
     facts = {
         "hardware": f"{usable_cores()} CPU cores",
@@ -102,7 +102,7 @@ def run(
         shutil.rmtree(folder, ignore_errors=os.path.ismount(folder / RUN_DIR))
 
 
-def here(kinds: list[str], mounted: bool) -> list[str]:
+def injectable(kinds: list[str], mounted: bool) -> list[str]:
     """The kinds of faults that this process may inject. Raises ConfigError if there are none."""
     left_out = [kind for kind in kinds if KINDS[kind].root and not mounted]
     if left_out:

@@ -124,7 +124,7 @@ MUTATIONS = [
 
 
 @dataclass(frozen=True)
-class Seen:
+class MutationOutcome:
     mutation: str
     by: list[str]  # tests that failed, at most three; empty if none did
     seconds: float
@@ -161,7 +161,7 @@ def run(names: Sequence[str], as_json: bool) -> None:
         raise RuntimeError(f"no test saw: {'; '.join(missed)}")
 
 
-def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
+def study(mutations: Sequence[Mutation]) -> Iterator[MutationOutcome]:
     with tempfile.TemporaryDirectory(prefix="megarl-mutations-") as folder:
         copy = Path(folder)
         for name in COPIED:
@@ -183,7 +183,9 @@ def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
             start_s = time.monotonic()
             text = file.read_text()
             file.write_text(broken(mutation, text))
-            yield Seen(mutation.name, failures(mutation.tests, copy), time.monotonic() - start_s)
+            yield MutationOutcome(
+                mutation.name, failures(mutation.tests, copy), time.monotonic() - start_s
+            )
             file.write_text(text)
 
 
@@ -224,7 +226,7 @@ def failures(tests: Sequence[str], copy: Path) -> list[str]:
     return re.findall(r"^FAILED tests/\S+::(\w+)", ended.stdout, re.MULTILINE)
 
 
-def render(outcomes: Sequence[Seen]) -> str:
+def render(outcomes: Sequence[MutationOutcome]) -> str:
     rows = [
         f"| {outcome.mutation} | {', '.join(dict.fromkeys(outcome.by)) or '**no test**'} |"
         for outcome in outcomes

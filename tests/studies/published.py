@@ -142,7 +142,7 @@ ASYNC_RLHF = {
 
 
 @dataclass(frozen=True)
-class Whole:
+class EqualLengths:
     """All responses are equally long: the paper gives a batch's time, not its lengths."""
 
     longest: int = 100
@@ -159,20 +159,22 @@ def measured_rows() -> list[PublishedRow]:
             (1, beside_s, "side by side"),
         ):
             speed = Speed(
-                lambda running, context: generate_s / Whole.longest,
+                lambda running, context: generate_s / EqualLengths.longest,
                 lambda tokens, length: 0.0,
                 1e9,
                 1024,
             )
             config = RunConfig(
                 async_=AsyncConfig(capacity, partial_rollout="block"),
-                rollout=RolloutConfig(prompts_per_step=64, n=4, max_tokens=Whole.longest),
+                rollout=RolloutConfig(prompts_per_step=64, n=4, max_tokens=EqualLengths.longest),
                 generator=GeneratorConfig(engines=1, max_concurrency=1024),
-                plan=PlanConfig(prompt_tokens=10, response_tokens=Whole.longest),
+                plan=PlanConfig(prompt_tokens=10, response_tokens=EqualLengths.longest),
                 max_steps=STEPS,
             )
             time_s = mean_step_s(
-                config, lambda plan, unit: Models(speed, lambda batch: train_s, 0.0, 0.0), Whole()
+                config,
+                lambda plan, unit: Models(speed, lambda batch: train_s, 0.0, 0.0),
+                EqualLengths(),
             )
             planned_s = max(generate_s, train_s) if capacity else generate_s + train_s
             rows.append(
