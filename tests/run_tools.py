@@ -139,7 +139,7 @@ def in_mxfp4(folder: Path) -> Path:
 
 
 def in_fp8_blocks(folder: Path) -> Path:
-    """Rounds the projections of a checkpoint to blocks of fp8, the published form of DeepSeek-V3."""
+    """Rounds a checkpoint's projections to blocks of fp8, the published form of DeepSeek-V3."""
     import torch
     from safetensors.torch import load_file, save_file
 

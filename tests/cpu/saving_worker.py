@@ -52,7 +52,7 @@ def digest(trainer: Any) -> str:
 
 
 def known_digests(run_dir: Path) -> dict[int, str]:
-    """The digests by step. Raises AssertionError if a step was made twice with different results."""
+    """The digests by step. Raises AssertionError if a step was made twice and differs."""
     digests: dict[int, str] = {}
     for line in (run_dir / STEPS).read_text().splitlines() if (run_dir / STEPS).exists() else ():
         entry = json.loads(line)

@@ -496,7 +496,7 @@ def test_each_known_field_is_honoured_ignored_or_refused(
 
 @pytest.mark.parametrize("path", [OPENAI, RESPONSES, ANTHROPIC])
 def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
-    """With a template that has no place for tools, the policy would answer as if there were none."""
+    """With a template without a place for tools, the policy would answer as if without tools."""
     tools = {
         OPENAI: TOOL,
         RESPONSES: {"type": "function", **TOOL["function"]},

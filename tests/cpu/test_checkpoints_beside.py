@@ -1,4 +1,4 @@
-"""Checkpoints and exports that are written during training hold the state at which they were begun."""
+"""Checkpoints and exports written during training hold the state at which they were begun."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ async def hold_up_the_first(argument: str) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model with random weights, which says every character about equally often."""
+    """The quickstart's model with random weights: each character is about equally frequent."""
     return make_model(tmp_path_factory.mktemp("environments") / "model")
 
 

@@ -123,7 +123,7 @@ def random_sets(
 @pytest.mark.parametrize("chunk", [4, 100])
 @pytest.mark.parametrize("part", [False, True])
 def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weight, chunk, part):
-    """`part`: the softmax of each row is over a set of its own, of which some ranks hold nothing."""
+    """`part`: each row's softmax is over a set of its own, of which some ranks hold nothing."""
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (
         torch.randn(rows, HIDDEN, generator=generator).to(dtype) for rows in (ROWS, PADDED)

@@ -16,7 +16,7 @@ EVERY = 10
 
 @pytest.mark.long
 def test_killed_warm_start_goes_on_and_training_follows(tmp_path: Path) -> None:
-    """A warm start in two parts makes the same weights, to the last bit, as an uninterrupted one."""
+    """A warm start in two parts makes bit-equal weights to those of an uninterrupted one."""
     folder = tmp_path / "first"
     log = tmp_path / "log"
     assert run(["init", str(folder)]).returncode == 0

@@ -251,7 +251,7 @@ def test_engine_is_as_if_it_had_loaded_the_export(
 def updated(
     synced: Synced, layout: str, trainers: Trainers, key_file: Path, folder: Path
 ) -> tuple[Job, list[Result]]:
-    """Version 0 by one transport; then an optimizer step; then version 1 by each transport in turn."""
+    """Version 0 by one transport, an optimizer step, then version 1 by each transport in turn."""
     turn = synced.setting.layouts.index(layout)
     kinds = [(0, TRANSPORTS[turn % len(TRANSPORTS)]), *((1, kind) for kind in TRANSPORTS)]
     with contextlib.ExitStack() as stack:

@@ -35,7 +35,7 @@ from megarl.trainer import hf_io
 
 
 def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Logits, log-probs, gradients and export at the weights of an HF checkpoint (learning rate 0)."""
+    """Logits, log-probs, gradients and export at an HF checkpoint's weights (learning rate 0)."""
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
     trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
@@ -199,7 +199,7 @@ def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_drawn(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """A step of several microbatches, with tokens that were drawn from sets, and their log-probs."""
+    """A step of several microbatches, with tokens drawn from sets, and their log-probs."""
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
     poison_padding(trainer)

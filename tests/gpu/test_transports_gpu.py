@@ -83,7 +83,7 @@ def expected(seed: int) -> dict[str, torch.Tensor]:
 
 
 class GpuEngine:
-    """Parameters on a GPU: several share one allocation, and one has a large allocation of its own."""
+    """Parameters on a GPU: several share one allocation; one has a large one of its own."""
 
     def __init__(self, device: int):
         torch.cuda.set_device(device)

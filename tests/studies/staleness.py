@@ -77,7 +77,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting compared with the baseline: differences of reward between runs with the same seed."""
+    """A setting against the baseline: differences of reward between runs with the same seed."""
 
     capacity: int | None
     max_staleness: int | None

@@ -85,7 +85,7 @@ def with_partial(config: RunConfig, mode: str) -> RunConfig:
 
 
 def in_turn(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[float, float, float]:
-    """Seconds of training, of generation, and of moving the trainer's memory to the host and back."""
+    """Seconds of training, of generation, and of moving the trainer's memory out and back."""
     sides = Search(config, spec, gpus)
     usable_gpu = replace(sides.cluster.gpu, memory_gib=sides.cluster.gpu.memory_gib - LEFT_GIB)
     sides.cluster = replace(sides.cluster, gpu=usable_gpu)

@@ -54,7 +54,7 @@ VALUE_CLIP = 0.2  # of PPO
 
 @dataclass(frozen=True)
 class Responses:
-    """B responses, each behind its prompt; prompts are padded on the left, responses on the right."""
+    """B responses behind their prompts: prompts are padded on the left, responses on the right."""
 
     ids: Tensor  # [B, L]
     token_mask: Tensor  # [B, L] 1 for a token, 0 for padding
