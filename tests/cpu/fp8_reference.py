@@ -128,7 +128,8 @@ class Quantised:
         ]
         sizes = [len(self.tensors[name]) for name in group]
         for name, code, of_elements in zip(group, codes.split(sizes), spread.split(sizes)):
-            self.codes[name], self.spread[name] = code, of_elements.contiguous()
+            self.codes[name] = code
+            self.spread[name] = of_elements.contiguous()
             self.scales[name] = scales[0, 0] if self.quantization == "fp8_tensor" else scales
 
     def in_engine(self, spec: ModelSpec, tp: int, ep: int, dp_attention: int = 1) -> list[HF]:

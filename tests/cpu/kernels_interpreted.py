@@ -89,7 +89,9 @@ def test_random_tiles_with_zeros_subnormals_and_huge_numbers(spread):
     x = torch.randn(40, 70, generator=generator) * torch.exp2(
         spread * torch.randn(40, 1, generator=generator)
     ).clamp(2.0**-126, 2.0**100)
-    x[:8, :16], x[9, 20], x[17, 33] = 0, 1e-39, torch.finfo(torch.bfloat16).max
+    x[:8, :16] = 0
+    x[9, 20] = 1e-39
+    x[17, 33] = torch.finfo(torch.bfloat16).max
     check_whole(x.bfloat16(), RULE)
     check_whole(x, RULE)
     check_whole(x.t(), RULE)
@@ -250,7 +252,8 @@ def test_logprobs_over_sets(monkeypatch):
     A row without columns on a rank adds nothing.
     """
     generator = torch.Generator().manual_seed(6)
-    hidden, weight = torch.randn(7, 5, generator=generator), torch.randn(24, 5, generator=generator)
+    hidden = torch.randn(7, 5, generator=generator)
+    weight = torch.randn(24, 5, generator=generator)
     sizes = torch.tensor([1, 19, 2, 3, 5, 2, 9])
     sets = [torch.randperm(19, generator=generator)[:size] for size in sizes.tolist()]
     targets = torch.stack([token_set[-1] for token_set in sets])

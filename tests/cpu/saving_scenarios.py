@@ -135,11 +135,9 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     from megarl.trainer import checkpoint
     from megarl.trainer.hf_io import Writing
 
-    trainer, run_dir, held_back = (
-        make(scenario, plain_adam(lr=1e-2)),
-        out / "run",
-        threading.Event(),
-    )
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    run_dir = out / "run"
+    held_back = threading.Event()
     trainer.load_hf(scenario["model"])
     keys = [f"run_dir={run_dir}", "max_steps=4", "checkpoint.every=3", "checkpoint.hf_every=2"]
     saving = Saving(

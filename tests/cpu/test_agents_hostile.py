@@ -571,11 +571,9 @@ def test_calls_of_an_episode_are_read_one_by_one() -> None:
     """This is so for calls that are given up, too."""
 
     async def agent() -> None:
-        episode, go, running = (
-            Episode(Calculating(), TOKENIZER, TEMPLATE, JsonParser(), SAMPLING),
-            threading.Event(),
-            list[int](),
-        )
+        episode = Episode(Calculating(), TOKENIZER, TEMPLATE, JsonParser(), SAMPLING)
+        go = threading.Event()
+        running = list[int]()
 
         def read() -> None:
             running.append(1)
@@ -759,7 +757,8 @@ print(float(b" 200 " in answer))
 
 def test_programs_run_at_once() -> None:
     """No call is answered before all programs have called."""
-    count, all_calling = 100, asyncio.Event()
+    count = 100
+    all_calling = asyncio.Event()
     calls: list[None] = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:

@@ -81,7 +81,8 @@ def test_checkpoint_is_equal_under_pairs_of_random_layouts(tmp_path: Path, seed:
 @pytest.fixture(scope="module")
 def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(what the ranks saved, the damaged checkpoint)"""
-    model, out = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("harmed")
+    model = tmp_path_factory.mktemp("hf")
+    out = tmp_path_factory.mktemp("harmed")
     save_model("untied", model)
     tied = known_chains(out)[0]["model"]
     checkpoint = out / "step_000001"

@@ -61,7 +61,8 @@ def test_the_first_hour(folder: Path) -> None:
     begin = "megarl init first"
     printed_by({begin: FIRST_HOUR[begin]}, folder)
     make_model(folder / "first/my-model", max_position_embeddings=2048)
-    [settings], [graders] = snippets("first_hour.md", "yaml"), snippets("first_hour.md", "python")
+    [settings] = snippets("first_hour.md", "yaml")
+    [graders] = snippets("first_hour.md", "python")
     for text in (settings, graders):
         (folder / text.split(maxsplit=2)[1].rstrip(";")).write_text(text)
     for name in ("questions", "held_out"):
@@ -103,7 +104,8 @@ def test_a_run_of_ones_own(folder: Path) -> None:
     function.
     """
     make_model(folder / "checkpoints/my-model", max_position_embeddings=2048)
-    [settings], [graders, graded] = snippets("own_run.md", "yaml"), snippets("own_run.md", "python")
+    [settings] = snippets("own_run.md", "yaml")
+    [graders, graded] = snippets("own_run.md", "python")
     (folder / "run.yaml").write_text(settings)
     (folder / "graders.py").write_text(graders)
     (folder / "graded.py").write_text(graded)

@@ -41,7 +41,8 @@ def engine(
     model: Path, before: Sequence[str] = (), **sizes: int
 ) -> tuple[ProcessSpec, str, EngineKeys]:
     """(process, URL, keys) of an engine. `before`: a command that becomes the engine."""
-    (port,), keys = free_ports(1), EngineKeys.generate()
+    (port,) = free_ports(1)
+    keys = EngineKeys.generate()
     settings = EngineSettings(
         str(model),
         "float32",

@@ -108,7 +108,8 @@ def random_sets(
     truth values. The first two are the smallest and the largest possible.
     """
     inside = torch.rand(len(targets), VOCAB, generator=generator) < 0.3
-    inside[0], inside[1] = False, True
+    inside[0] = False
+    inside[1] = True
     inside.scatter_(1, targets[:, None], True)
     sets = [
         row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=generator)] for row in inside
@@ -190,10 +191,8 @@ def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weigh
 
 
 def test_no_row_has_no_logprob_and_a_zero_gradient():
-    hidden, weight = (
-        torch.zeros(0, HIDDEN, requires_grad=True),
-        torch.ones(PADDED, HIDDEN, requires_grad=True),
-    )
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    weight = torch.ones(PADDED, HIDDEN, requires_grad=True)
 
     def on_rank(group):
         logprobs, entropy = linear_logprobs(
@@ -211,10 +210,8 @@ def test_memory_is_that_of_a_chunk():
     rows = 96
     vocab = 4096
     chunk = 8
-    hidden, weight = (
-        torch.randn(rows, HIDDEN, requires_grad=True),
-        torch.randn(vocab, HIDDEN, requires_grad=True),
-    )
+    hidden = torch.randn(rows, HIDDEN, requires_grad=True)
+    weight = torch.randn(vocab, HIDDEN, requires_grad=True)
     largest = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -107,7 +107,8 @@ def runs(
     drawn: tuple[Path, dict[str, list[TrainSequence]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    out, (checkpoint, sequences) = tmp_path_factory.mktemp("runs"), drawn
+    out = tmp_path_factory.mktemp("runs")
+    checkpoint, sequences = drawn
 
     def ratios(name: str) -> dict[str, Any]:
         (out / f"{name}.pickle").write_bytes(pickle.dumps(sequences[name]))

@@ -57,10 +57,8 @@ def plain_loop(model: Any, seed: int) -> dict[str, Any]:
 
     Returns losses, weights, and the accuracies before and after.
     """
-    tokenizer, data = (
-        Tokenizer.from_file(str(ROOT / "configs/models/tiny-llama/tokenizer.json")),
-        pairs(),
-    )
+    tokenizer = Tokenizer.from_file(str(ROOT / "configs/models/tiny-llama/tokenizer.json"))
+    data = pairs()
 
     def score(prompt: str, response: str) -> torch.Tensor:
         ids = tokenizer.encode(prompt).ids

@@ -93,7 +93,8 @@ def test_killed_run_trains_on_or_drops_each_prompt_once(model: Path, tmp_path: P
     a third of the prompts. Every start continues from the previous start's last checkpoint, with
     other settings.
     """
-    run_dir, chance = tmp_path / "run", random.Random(0)
+    run_dir = tmp_path / "run"
+    chance = random.Random(0)
     overrides = ["reward.name=reward_functions:by_chance", "checkpoint.every=1"]
     for number, (settings, most) in enumerate(STARTS):
         before = len(rows(run_dir))

@@ -50,7 +50,8 @@ def test_each_step_has_its_share_of_each_source(model: Path, tmp_path: Path) -> 
     The reward depends on the text, but is the same for all samples of a third of the prompts, which
     are so too easy or too hard (reward_functions.by_chance).
     """
-    run_dir, chance = tmp_path / "run", random.Random(0)
+    run_dir = tmp_path / "run"
+    chance = random.Random(0)
     verl = [{"prompt": f"{n}*3=", "reward_model": {"ground_truth": str(3 * n)}} for n in range(7)]
     few = write(
         tmp_path / "few.jsonl", *({"question": f"{n}+2=", "answer": n + 2} for n in range(5))

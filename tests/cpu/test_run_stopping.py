@@ -61,11 +61,9 @@ def test_stopped_run_saves_its_step_and_goes_on(model, tmp_path, monkeypatch):
     start of a model that has weights itself. (tests/unit/test_rollouts_channel.py tests a signal
     during a wait for samples, and test_run_engines.py a second signal.)
     """
-    run_dir, log, streaming = (
-        tmp_path / "run",
-        tmp_path / "log",
-        [*settings(), "async.partial_rollout=in_flight"],
-    )
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    streaming = [*settings(), "async.partial_rollout=in_flight"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     warm_start = run_dir / "sft/hf"
     assert (

@@ -211,7 +211,8 @@ async def attacks(kind: str, folder: str) -> dict[str, dict[str, object]]:
     # a new session keyring for this process, with a key in it
     libc.syscall((250, 219)[WHICH], 1, None)
     libc.syscall((248, 217)[WHICH], b"user", KEY.encode(), b"x", 1, -3)
-    places, address = asyncio.Semaphore(4), f"megarl-test-{os.getpid()}"
+    places = asyncio.Semaphore(4)
+    address = f"megarl-test-{os.getpid()}"
 
     async def one(name: str) -> dict[str, object]:
         async with places:

@@ -389,7 +389,8 @@ def test_divergences_and_their_gradients(
         if ids is None
         else LikeliestTokens(ids, log_q.gather(-1, ids).float())
     )
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    h = hidden.clone().requires_grad_()
+    w = weight.clone().requires_grad_()
     kl = linear_kl(h, w, teacher, alone, vocab, temperature, chunk)
     g = torch.arange(1.0, ROWS + 1)
     (kl * g).sum().backward()

@@ -216,7 +216,8 @@ def test_of_several_optimizer_steps_the_first_is_measured(runs: Path) -> None:
 def test_a_planted_mismatch_is_seen_and_told(runs: Path) -> None:
     """The trainer computes log-probs at another temperature than the sampling temperature."""
     for name, agrees in (("equal", True), ("planted", False)):
-        ((rank,), limit) = saved(runs, name), LIMITS_BY_DTYPE["float32"]
+        (rank,) = saved(runs, name)
+        limit = LIMITS_BY_DTYPE["float32"]
         metrics = rank["metrics"]
         assert (metrics["agreement/age_0/abs_diff_mean"] < 1e-5) == agrees and (
             metrics["agreement/age_0/abs_diff_mean"] > 0.1

@@ -161,7 +161,8 @@ def test_checkpoints_have_it(models: dict[str, Path], runs: Path, mode: str) -> 
     assert first.keys() == then.keys() == load_file(models["glm4_moe"] / "model.safetensors").keys()
     assert all(torch.equal(first[name], then[name]) for name in first)
     if mode == "train":
-        (a, *_), (b, *_) = saved(runs, "save.train"), saved(runs, "load.train")
+        a, *_ = saved(runs, "save.train")
+        b, *_ = saved(runs, "load.train")
         assert a["third"] == pytest.approx(b["third"], rel=1e-5)
 
 

@@ -289,7 +289,8 @@ def test_a_grant_and_an_end_of_another_version(site, hub):
 def test_an_update_that_is_confirmed_as_a_newer_one(site, hub, monkeypatch):
     """In the generator's message about the version that the engines serve."""
     job = site.job(hub)
-    send, newer = hub._send, encode(WeightsApplied(1, True, 0.0, 0))
+    send = hub._send
+    newer = encode(WeightsApplied(1, True, 0.0, 0))
     monkeypatch.setattr(
         hub,
         "_send",

@@ -288,7 +288,8 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
 
 
 def compare(synced: Synced, job: Job, results: list[Result]) -> None:
-    generator, (initial, *after) = synced.generator, results
+    generator = synced.generator
+    initial, *after = results
     generator.scramble()
     noise = generator.memory()
     generator.load(job.export)
@@ -321,7 +322,8 @@ def compare(synced: Synced, job: Job, results: list[Result]) -> None:
 def compare_with_fresh(synced: Synced, key_file: Path, folder: Path) -> None:
     """Compares with an engine that starts from the previous layout's export."""
     assert synced.last is not None, "no case before this one has passed"
-    setting, (export, parameters, logprobs) = synced.setting, synced.last
+    setting = synced.setting
+    export, parameters, logprobs = synced.last
     with engine_of(setting, export, folder) as fresh:
         assert fresh.score(SEQUENCES) == logprobs
         fresh.map_memory(key_file)

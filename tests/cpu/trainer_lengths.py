@@ -25,7 +25,8 @@ def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
     1e-6 relative, or twice the float32 error of Hugging Face's own model, if that is larger (1.6e-6
     for some batches of DeepSeek-V3).
     """
-    trainer, model = make(scenario, plain_adam(lr=0.0)), load_float64(Path(scenario["model"]))
+    trainer = make(scenario, plain_adam(lr=0.0))
+    model = load_float64(Path(scenario["model"]))
     rounded = load_float64(Path(scenario["model"])).float()
     trainer.load_hf(scenario["model"])
     worst = {"loss": 0.0, "logprobs": 0.0, "gradient": 0.0}

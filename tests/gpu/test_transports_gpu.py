@@ -76,7 +76,8 @@ def sources(seed: int, device: str) -> dict[str, torch.Tensor]:
 def expected(seed: int) -> dict[str, torch.Tensor]:
     tensors = sources(seed, "cpu")
     wide = torch.full((1000, 512), -1.0, dtype=torch.bfloat16)
-    wide[100:612, :256], wide[:100] = tensors["x"][:512, 8:264], 0
+    wide[100:612, :256] = tensors["x"][:512, 8:264]
+    wide[:100] = 0
     cast = torch.full((5000,), -1.0, dtype=torch.bfloat16)
     cast[1:4098] = tensors["y"].bfloat16()
     return {"wide": wide, "whole": tensors["x"][600:603].clone(), "cast": cast}

@@ -205,7 +205,8 @@ def _kill(launcher: int, command: str) -> None:
 
 
 def compare(name: str, real: Rows, rows: Rows) -> ComparedRun:
-    (real_step, real_waits), (step, waits) = of_rows(real), of_rows(rows)
+    real_step, real_waits = of_rows(real)
+    step, waits = of_rows(rows)
     of_real = ages(real)
     of_simulated = ages(rows)
     distance = (
