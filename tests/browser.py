@@ -24,7 +24,7 @@ DEADLINE_S = 120.0
 
 
 def find() -> str | None:
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((program for name in NAMES if (program := shutil.which(name))), None)
 
 
 class Browser:
@@ -73,7 +73,7 @@ class Browser:
         port = port_file.read_text().split()[0]
         self._session = aiohttp.ClientSession()
         async with self._session.get(f"http://127.0.0.1:{port}/json") as answer:
-            (tab,) = [each for each in await answer.json() if each["type"] == "page"]
+            (tab,) = [target for target in await answer.json() if target["type"] == "page"]
         self._socket = await self._session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0)
         self._reading = asyncio.ensure_future(self._read())
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -81,34 +81,38 @@ class Browser:
 
     async def _read(self) -> None:
         async for message in self._socket:
-            found = json.loads(message.data)
-            if "id" in found:
-                self._answers[found["id"]].set_result(found)
-            elif found["method"] == "Runtime.exceptionThrown":
+            message_body = json.loads(message.data)
+            if "id" in message_body:
+                self._answers[message_body["id"]].set_result(message_body)
+            elif message_body["method"] == "Runtime.exceptionThrown":
                 self.messages.append(
-                    found["params"]["exceptionDetails"]
+                    message_body["params"]["exceptionDetails"]
                     .get("exception", {})
                     .get("description", "an exception")
                 )
-            elif found["method"] == "Runtime.consoleAPICalled" and found["params"]["type"] in (
+            elif message_body["method"] == "Runtime.consoleAPICalled" and message_body["params"][
+                "type"
+            ] in (
                 "error",
                 "warning",
             ):
                 self.messages.append(
                     str(
                         [
-                            each.get("value", each.get("description"))
-                            for each in found["params"]["args"]
+                            argument.get("value", argument.get("description"))
+                            for argument in message_body["params"]["args"]
                         ]
                     )
                 )
-            elif found["method"] == "Log.entryAdded" and found["params"]["entry"]["level"] in (
+            elif message_body["method"] == "Log.entryAdded" and message_body["params"]["entry"][
+                "level"
+            ] in (
                 "error",
                 "warning",
             ):
-                self.messages.append(found["params"]["entry"]["text"])
-            elif found["method"] == "Network.requestWillBeSent":
-                self.requests.append(found["params"]["request"]["url"])
+                self.messages.append(message_body["params"]["entry"]["text"])
+            elif message_body["method"] == "Network.requestWillBeSent":
+                self.requests.append(message_body["params"]["request"]["url"])
 
     requests: list[str] = []
 
@@ -116,9 +120,9 @@ class Browser:
         self._number += 1
         answer = self._answers[self._number] = self._loop.create_future()
         await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
-        found = await asyncio.wait_for(answer, DEADLINE_S)
-        assert "error" not in found, (method, found["error"])
-        return found["result"]
+        reply = await asyncio.wait_for(answer, DEADLINE_S)
+        assert "error" not in reply, (method, reply["error"])
+        return reply["result"]
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._loop.run_until_complete(self._send(method, **parameters))
@@ -147,14 +151,14 @@ class Browser:
 
     def js(self, expression: str) -> Any:
         """The value of an expression, awaited if it is a promise."""
-        found = self.send(
+        reply = self.send(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in found, (
+        assert "exceptionDetails" not in reply, (
             expression,
-            found["exceptionDetails"].get("exception", {}).get("description"),
+            reply["exceptionDetails"].get("exception", {}).get("description"),
         )
-        return found["result"].get("value")
+        return reply["result"].get("value")
 
     def until(self, expression: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -190,17 +194,17 @@ class Browser:
                 **{name: value for name, value in about.items() if name != "text"},
             )
 
-    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+    def mouse(self, kind: str, x: float, y: float, **parameters: Any) -> None:
+        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **parameters)
 
-    def screenshot(self, path: Path | str, whole: bool = False) -> None:
-        found = self.send(
+    def screenshot(self, path: Path | str, full_page: bool = False) -> None:
+        reply = self.send(
             "Page.captureScreenshot",
             format="png",
-            captureBeyondViewport=whole,
-            **({"clip": self._page()} if whole else {}),
+            captureBeyondViewport=full_page,
+            **({"clip": self._page()} if full_page else {}),
         )
-        Path(path).write_bytes(base64.b64decode(found["data"]))
+        Path(path).write_bytes(base64.b64decode(reply["data"]))
 
     def _page(self) -> dict[str, float]:
         return {

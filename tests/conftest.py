@@ -102,10 +102,10 @@ def describe(process: psutil.Process) -> str:
         return f"{process.pid} (gone)"
 
 
-def stop(processes: list[psutil.Process], how: signal.Signals) -> None:
+def stop(processes: list[psutil.Process], signal_number: signal.Signals) -> None:
     for process in processes:
         try:
-            process.send_signal(how)
+            process.send_signal(signal_number)
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(processes, timeout=LINGER_S)

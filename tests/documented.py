@@ -246,7 +246,7 @@ LISTED = {**FIRST_DAY, **FIRST_HOUR, **OWN_RUN, **OPENENV, **LONG, **NOT_RUN}
 @dataclass(frozen=True)
 class Command:
     text: str  # without its comment, single spaces
-    where: str  # document:line
+    location: str  # document:line
 
 
 def commands() -> Iterator[Command]:
@@ -274,14 +274,14 @@ def commands_of(name: str, text: str) -> Iterator[Command]:
 
 
 def _program(command: str) -> bool:
-    program, _, rest = command.partition(" ")
-    return program in PROGRAMS and bool(rest)
+    program, _, words = command.partition(" ")
+    return program in PROGRAMS and bool(words)
 
 
 @dataclass(frozen=True)
 class Printed:
     command: str
-    where: str  # document:line
+    location: str  # document:line
     lines: tuple[str, ...]  # `…` stands for any number of lines
 
 
@@ -298,8 +298,8 @@ def printed() -> Iterator[Printed]:
             commands = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", before)]
             shown = [command for command in commands if QUICK.fullmatch(command)]
             if block[1] == "" and shown and "prints" in before:
-                where = f"{document.name}:{text[: block.start()].count(chr(10)) + 1}"
-                yield Printed(shown[-1], where, tuple(block[2].splitlines()))
+                location = f"{document.name}:{text[: block.start()].count(chr(10)) + 1}"
+                yield Printed(shown[-1], location, tuple(block[2].splitlines()))
 
 
 def first_stale(lines: Sequence[str], output: Sequence[str]) -> str | None:

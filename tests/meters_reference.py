@@ -23,15 +23,17 @@ def meters(
     """
     d = [pi.astype(np.float64) - mu.astype(np.float64) for pi, mu, _ in sequences]
     flat = np.concatenate(d)
-    ages = np.concatenate([each for *_, each in sequences])
-    found, histograms = _of("agreement", flat)
-    found["agreement/ess_sequences"] = _effective(np.exp([each.sum() for each in d if len(each)]))
+    ages = np.concatenate([column for *_, column in sequences])
+    numbers, histograms = _of("agreement", flat)
+    numbers["agreement/ess_sequences"] = _effective(
+        np.exp([column.sum() for column in d if len(column)])
+    )
     for name, (first, last) in FIRST_AND_LAST.items():
-        chosen = flat[(ages >= first) & (ages <= last)]
-        if len(chosen):
-            for all_of, more in zip((found, histograms), _of(f"agreement/{name}", chosen)):
-                all_of |= more
-    return found, histograms
+        rows = flat[(ages >= first) & (ages <= last)]
+        if len(rows):
+            for all_of, result in zip((numbers, histograms), _of(f"agreement/{name}", rows)):
+                all_of |= result
+    return numbers, histograms
 
 
 def _of(name: str, d: np.ndarray) -> tuple[dict[str, float], dict[str, list[int]]]:

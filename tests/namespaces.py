@@ -58,20 +58,9 @@ class Hosts:
 
     def _connect(self, host: int) -> None:
         port = f"port{host}"
-        made = (
-            "ip",
-            "link",
-            "add",
-            INTERFACE,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            port,
-            "netns",
-            self.names[self.count],
-        )
-        self._inside(host, *made)
+        switch = self.names[self.count]
+        pair = f"ip link add {INTERFACE} type veth peer name {port} netns {switch}"
+        self._inside(host, *pair.split())
         self._inside(self.count, "ip", "link", "set", port, "master", "switch")
         self._inside(self.count, "ip", "link", "set", port, "up")
         address = [f"fd77::{host + 1}/64", "nodad"] if self.ipv6 else [f"10.77.0.{host + 1}/24"]
@@ -80,22 +69,8 @@ class Hosts:
         self._inside(host, "ip", "link", "set", "lo", "up")
         if self.ipv6:
             self._inside(host, "ip", "address", "delete", "127.0.0.1/8", "dev", "lo")
-        shape = (
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            INTERFACE,
-            "root",
-            "tbf",
-            "rate",
-            self.rate,
-            "burst",
-            BURST,
-            "latency",
-            LATENCY,
-        )
-        self._inside(host, *shape)
+        shape = f"tc qdisc add dev {INTERFACE} root tbf rate {self.rate}"
+        self._inside(host, *shape.split(), "burst", BURST, "latency", LATENCY)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
@@ -116,7 +91,7 @@ class Hosts:
 
 
 def _run(*argv: str) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
-    return done.stdout
+    completed = subprocess.run(argv, capture_output=True, text=True)
+    if completed.returncode != 0:
+        raise RuntimeError(f"{' '.join(argv)}: {completed.stderr.strip()}")
+    return completed.stdout

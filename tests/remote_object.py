@@ -29,13 +29,14 @@ class RemoteObject:
     """
 
     def __init__(self, kind: type, *arguments: Any, timeout_s: float = 120.0):
-        self._pipe, theirs = Pipe()
+        self._pipe, child_end = Pipe()
         self._timeout_s = timeout_s
         call = [inspect.getfile(kind), kind.__name__, json.dumps(arguments)]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), *call], pass_fds=[theirs.fileno()]
+            [sys.executable, __file__, str(child_end.fileno()), *call],
+            pass_fds=[child_end.fileno()],
         )
-        theirs.close()
+        child_end.close()
 
     def start(self, method: str, *arguments: Any) -> None:
         """Calls a method without waiting. Answers come in the order of the calls."""
@@ -43,8 +44,8 @@ class RemoteObject:
 
     def result(self) -> Any:
         assert self._pipe.poll(self._timeout_s), f"no answer within {self._timeout_s:.0f} s"
-        done, answer = self._pipe.recv()
-        assert done, answer
+        succeeded, answer = self._pipe.recv()
+        assert succeeded, answer
         return answer
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -64,11 +65,11 @@ def main() -> None:
     pipe = Connection(int(descriptor))
     while True:
         try:
-            method, given = pipe.recv()
+            method, call_arguments = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, getattr(served, method)(*given)))
+            pipe.send((True, getattr(served, method)(*call_arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
 

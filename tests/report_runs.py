@@ -31,18 +31,18 @@ HOSTILE = (
 
 
 def metrics(step: int, rng: np.random.Generator) -> dict[str, float]:
-    done = 1 - math.exp(-step / 400)
+    progress = 1 - math.exp(-step / 400)
     noise = lambda size: float(rng.normal(0, size))  # noqa: E731
     return {
-        "reward/mean": 0.3 + 0.65 * done + noise(0.02),
-        "reward/std": 0.4 - 0.2 * done,
+        "reward/mean": 0.3 + 0.65 * progress + noise(0.02),
+        "reward/std": 0.4 - 0.2 * progress,
         "loss": -0.05 + noise(0.02),
-        "entropy/mean": 0.2 * (1 - done) + 0.02,
+        "entropy/mean": 0.2 * (1 - progress) + 0.02,
         "grad_norm": math.exp(noise(0.3)),
         "learning_rate": 1e-5,
-        "response_tokens/mean": 12 + 8 * done + noise(0.3),
+        "response_tokens/mean": 12 + 8 * progress + noise(0.3),
         "truncated_fraction": max(0.0, noise(0.02)),
-        "zero_advantage_fraction": 0.2 + 0.2 * done,
+        "zero_advantage_fraction": 0.2 + 0.2 * progress,
         "is_ratio/mean": 1 + noise(0.003),
         "is_ratio/clipped_fraction": abs(noise(0.01)),
         "agreement/ess": 1 - abs(noise(0.004)),
@@ -75,7 +75,7 @@ def metrics(step: int, rng: np.random.Generator) -> dict[str, float]:
             else {}
         ),
         **(
-            {"eval/version": step, "eval/pass@1": 0.2 + 0.7 * done + noise(0.01)}
+            {"eval/version": step, "eval/pass@1": 0.2 + 0.7 * progress + noise(0.01)}
             if step % 50 == 0
             else {}
         ),
@@ -111,26 +111,28 @@ def write_run(
     tokens = [TokensWriter(folder, rank, piece) for rank in range(ranks)]
     for step in range(steps):
         writer.write(step, {"wall_s": STEP_S * (step + 1), **metrics(step, rng)})
-        kept = [group(step * groups + number, step, n, rng) for number in range(groups)]
-        for each in kept:
-            for number, sample in enumerate(each.samples):
+        trained = [group(step * groups + number, step, n, rng) for number in range(groups)]
+        for trained_group in trained:
+            for number, sample in enumerate(trained_group.samples):
                 ids = np.array(sample.token_ids)
                 size = len(sample.token_ids)
-                own = (
+                phases = (
                     np.flatnonzero(np.array(sample.policy_mask))
                     if sample.policy_mask
                     else np.arange(size)
                 )
-                mu = np.array(sample.logprobs, np.float32)[own]
+                mu = np.array(sample.logprobs, np.float32)[phases]
                 row = SimpleNamespace(
-                    ids=ids[own],
-                    positions=own + len(each.prompt.token_ids),
+                    ids=ids[phases],
+                    positions=phases + len(trained_group.prompt.token_ids),
                     mu_logprobs=mu,
-                    logprobs=mu + rng.normal(0, 0.02, len(own)).astype(np.float32),
-                    advantages=np.full(len(own), sample.reward - 0.5, np.float32),
+                    logprobs=mu + rng.normal(0, 0.02, len(phases)).astype(np.float32),
+                    advantages=np.full(len(phases), sample.reward - 0.5, np.float32),
                 )
-                tokens[number % ranks].write(step, each.prompt.ordinal, number, row)
-        samples.write(step, [(summary(each), texts(each)) for each in kept])
+                tokens[number % ranks].write(step, trained_group.prompt.ordinal, number, row)
+        samples.write(
+            step, [(summary(trained_group), texts(trained_group)) for trained_group in trained]
+        )
     for file in (writer, samples, *tokens):
         file.close()
     _trace(folder, steps, ranks, engines, faults)
@@ -170,12 +172,12 @@ def group(
         ids = rng.integers(1, len(VOCABULARY), size)
         mask = array("b")
         spans = []
-        said = "".join(map(piece, ids))
+        response_text = "".join(map(piece, ids))
         if number == 1:  # a second turn, after a tool's result
             half = size // 2
             answer = "[tool: 42]"
             first = "".join(map(piece, ids[:half]))
-            said = first + answer + "".join(map(piece, ids[half:]))
+            response_text = first + answer + "".join(map(piece, ids[half:]))
             spans = [(len(first), len(first) + len(answer))]
             ids = np.concatenate([ids[:half], np.full(3, 5), ids[half:]])
             mask = array("b", [1] * half + [0] * 3 + [1] * (size - half))
@@ -186,7 +188,7 @@ def group(
                 token_ids=ids,
                 logprobs=-np.abs(rng.normal(0, 0.7, len(ids))).astype(np.float32),
                 versions=versions,
-                text=text if text is not None else said,
+                text=text if text is not None else response_text,
                 reward=float(rng.random() < 0.6),
                 finish_reason="length" if size > 26 else "stop",
                 policy_mask=mask,
@@ -212,7 +214,7 @@ def texts(group: Group) -> GroupTexts:
     return GroupTexts(
         group.prompt.text,
         group.prompt.answer,
-        [(each.text, each.environment_spans) for each in group.samples],
+        [(sample.text, sample.environment_spans) for sample in group.samples],
     )
 
 
@@ -235,9 +237,9 @@ def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> 
 
     def lines(name: str, events: list[dict[str, Any]]) -> None:
         text = "".join(
-            json.dumps({"track": "main", "dur": 0.0, **each, "ts": EPOCH_US + each["ts"] * 1e6})
+            json.dumps({"track": "main", "dur": 0.0, **event, "ts": EPOCH_US + event["ts"] * 1e6})
             + "\n"
-            for each in events
+            for event in events
         )
         (folder / "trace" / f"{name}.jsonl").write_text(text)
 
@@ -278,28 +280,30 @@ def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> 
         to = [[generator, 3_215_872 // ranks // engines] for generator in range(engines)]
         events: list[dict[str, Any]] = [{"name": "weights map", "ts": 0.1, "args": {"to": to}}]
         for step in range(steps):
-            at = step * STEP_S + 0.1
+            start_s = step * STEP_S + 0.1
             events += [
-                {"name": f"wait for batch {step}", "ts": at, "dur": 0.8e6},
-                {"name": f"train step {step}", "ts": at + 0.8, "dur": 1.1e6},
+                {"name": f"wait for batch {step}", "ts": start_s, "dur": 0.8e6},
+                {"name": f"train step {step}", "ts": start_s + 0.8, "dur": 1.1e6},
                 {
                     "name": f"wait for engines to take weights {step + 1}",
-                    "ts": at + 1.9,
+                    "ts": start_s + 1.9,
                     "dur": 0.01e6,
                 },
                 {
                     "name": f"write weights {step + 1}",
-                    "ts": at + 1.91,
+                    "ts": start_s + 1.91,
                     "dur": 0.02e6,
                     "args": {"bytes": 3_215_872 // ranks},
                 },
             ]
             if step % 100 == 99:
-                events.append({"name": f"checkpoint {step + 1}", "ts": at + 1.93, "dur": 0.06e6})
+                events.append(
+                    {"name": f"checkpoint {step + 1}", "ts": start_s + 1.93, "dur": 0.06e6}
+                )
         lines(f"trainer.{rank}", events)
     events = []
     for step in range(steps):
-        at = step * STEP_S + 0.2
+        start_s = step * STEP_S + 0.2
         tokens = [
             5000 // (1 + 2 * (engine == engines - 1 and engines > 1)) for engine in range(engines)
         ]
@@ -311,14 +315,14 @@ def _trace(folder: Path, steps: int, ranks: int, engines: int, faults: bool) -> 
         events += [
             {
                 "name": f"generate batch {step}",
-                "ts": at,
+                "ts": start_s,
                 "dur": 1.5e6,
                 "args": {"engine_tokens": tokens},
             },
             {
                 "name": f"pause for weights {step + 1}",
                 "track": "weights",
-                "ts": at + 1.8,
+                "ts": start_s + 1.8,
                 "dur": 0.05e6,
                 "args": {"bytes": 3_215_872, "audited": True, "engines": alive},
             },

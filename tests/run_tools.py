@@ -139,7 +139,7 @@ def in_mxfp4(folder: Path) -> Path:
 
 
 def in_fp8_blocks(folder: Path) -> Path:
-    """Rounds the projections of a checkpoint to blocks of fp8, the published form of DeepSeek-V3."""
+    """Rounds a checkpoint's projections to blocks of fp8, the published form of DeepSeek-V3."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -148,9 +148,11 @@ def in_fp8_blocks(folder: Path) -> Path:
         values = tensors[name]
         row, column = (torch.arange(size) // 128 for size in values.shape)
         scales = torch.zeros(int(row[-1]) + 1, int(column[-1]) + 1)
-        for at in range(scales.shape[0]):
+        for first_row in range(scales.shape[0]):
             for along in range(scales.shape[1]):
-                scales[at, along] = values[row == at][:, column == along].abs().max() / 448
+                scales[first_row, along] = (
+                    values[row == first_row][:, column == along].abs().max() / 448
+                )
         tensors[name] = (values / scales[row[:, None], column]).to(torch.float8_e4m3fn)
         tensors[name + "_scale_inv"] = scales
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -198,9 +200,9 @@ def start(arguments: list[str], log: Path, imported: bool = True) -> subprocess.
 
 def _started(arguments: list[str], imported: bool, **streams: Any) -> subprocess.Popen:
     # here, so that tests that start nothing do not need psutil and the rest
-    from nursery import Run
+    from nursery import ForkedRun
 
-    kind = Run if imported else subprocess.Popen
+    kind = ForkedRun if imported else subprocess.Popen
     # runs in the tests' working directory (conftest.py)
     return kind(command(*arguments), env=environment(), **streams)
 
@@ -219,11 +221,11 @@ def rows(run_dir: Path) -> list[dict]:
     )
 
 
-def wait_until(condition, process: subprocess.Popen, what: str, timeout_s: float = 240) -> None:
+def wait_until(condition, process: subprocess.Popen, awaited: str, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.poll() is None, f"the run ended before {what}"
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+        assert process.poll() is None, f"the run ended before {awaited}"
+        assert time.monotonic() < deadline, f"no {awaited} within {timeout_s} s"
         time.sleep(0.05)
 
 

@@ -43,24 +43,27 @@ def scenario_ppo(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     saved = out / f"{name}.checkpoint"
     policy.load_hf(scenario["model"])
     policy.hold_reference()
-    if resumed := scenario["name"].endswith(".resumed"):
+    resumed = scenario["name"].endswith(".resumed")
+    if resumed:
         checkpoint.load(policy, saved)
         checkpoint.load_critic(critic, saved)
     else:
         critic.load_hf(scenario["critic"], None if of_critic.head == "scalar" else "zeros")
-    told = []
+    batch_records = []
     for batch in batches[2:] if resumed else batches:
-        own = steps.assign(replace(batch, numbers={}))[policy.coordinate.dp]
+        local_batch = steps.assign(replace(batch, numbers={}))[policy.coordinate.dp]
         results = steps.train(
-            replace(batch, numbers={place: batch.numbers[place] for place in own})
+            replace(batch, numbers={place: batch.numbers[place] for place in local_batch})
         )
-        for which, trainer in (("policy", policy), ("critic", critic)):
+        for role, trainer in (("policy", policy), ("critic", critic)):
             trainer.export_hf(
-                str(out / f"{scenario['name']}.{batch.step}.{which}"),
-                scenario["model" if which == "policy" else "critic"],
+                str(out / f"{scenario['name']}.{batch.step}.{role}"),
+                scenario["model" if role == "policy" else "critic"],
             )
-        each = [(result.grad_norm, result.learning_rate) for result in results]
-        told.append((each, dict(steps.value_metrics()), step_metrics(results, steps.algorithm)))
+        optimizer_steps = [(result.grad_norm, result.learning_rate) for result in results]
+        batch_records.append(
+            (optimizer_steps, dict(steps.value_metrics()), step_metrics(results, steps.algorithm))
+        )
         if batch.step == 1 and not resumed:
             checkpoint.save(policy, saved, {"step": 2}, critic=critic)
-    return {"told": told}
+    return {"told": batch_records}

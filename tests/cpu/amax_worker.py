@@ -26,7 +26,7 @@ from megarl.weight_sync.writing import AmaxExchange
 SPEC = ModelSpec("llama", 2, 192, 384, 4, 2, 64, 100, 64, False, 1e-6, 1e4)
 
 
-class Job(msgspec.Struct, frozen=True):
+class AmaxJob(msgspec.Struct, frozen=True):
     port: int
     quantization: str
     dp: int
@@ -35,7 +35,7 @@ class Job(msgspec.Struct, frozen=True):
     silent_rank: int = -1  # does nothing after the group has met
 
 
-def work(rank: int, job: Job) -> None:
+def work(rank: int, job: AmaxJob) -> None:
     topology = TrainerTopology(tp=2, dp=job.dp)
     limit = timedelta(seconds=60)
     dist.init_process_group(
@@ -67,4 +67,4 @@ def work(rank: int, job: Job) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    work(int(sys.argv[2]), msgspec.json.decode(sys.argv[1], type=Job))
+    work(int(sys.argv[2]), msgspec.json.decode(sys.argv[1], type=AmaxJob))

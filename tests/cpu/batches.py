@@ -11,7 +11,7 @@ from megarl.base.rollout_types import Batch, Group
 from megarl.rollouts.channel import join, pack, split, summary_of
 
 
-def batch_of(groups: Sequence[Group], step: int = 0, **more: Any) -> Batch:
+def batch_of(groups: Sequence[Group], step: int = 0, **fields: Any) -> Batch:
     packed = [pack(group) for group in groups]
     summaries = [summary_of(group) for group in packed]
     sizes = [len(group.samples) for group in groups]
@@ -21,7 +21,7 @@ def batch_of(groups: Sequence[Group], step: int = 0, **more: Any) -> Batch:
     return Batch(
         step,
         summaries,
-        **{"generate_s": 0.0, "generator_wait_s": 0.0, **more},
+        **{"generate_s": 0.0, "generator_wait_s": 0.0, **fields},
         numbers=numbers,
         texts=texts,
     )

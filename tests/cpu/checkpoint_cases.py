@@ -104,17 +104,17 @@ def _random_chain(folder: Path, name: str, random: Random, family: str, count: i
     config = _model(family, settings)
     dtype = random.choice(DTYPES)
     spec = load_spec(config)
-    found: list[dict[str, int]] = []
-    while len(found) < count:
+    layouts: list[dict[str, int]] = []
+    while len(layouts) < count:
         layout = _layout(random, spec.num_layers, spec.num_experts)
         topology = TrainerTopology(**layout)
         if (
             topology.world_size <= MOST_RANKS
-            and layout not in found
+            and layout not in layouts
             and _supported(spec, topology, dtype)
         ):
-            found.append(layout)
-    return _chain(folder, name, config, dtype, found)
+            layouts.append(layout)
+    return _chain(folder, name, config, dtype, layouts)
 
 
 def _layout(random: Random, layers: int, experts: int) -> dict[str, int]:

@@ -58,15 +58,15 @@ def ids_by_name(trainer: Any) -> dict[str, torch.Tensor]:
     for tensor in hf_layout(trainer.spec, "float32").tensors(0):
         begins[tensor.name] = (begin, tensor.shape)
         begin += torch.Size(tensor.shape).numel()
-    found = {}
+    ids_of_names = {}
     for tensor in trainer.layout.tensors(dist.get_rank()):
         ids = torch.full(tensor.shape, -1)
         for piece in tensor.pieces:
             first, shape = begins[piece.logical_name]
-            whole = first + torch.arange(torch.Size(shape).numel()).view(shape)
-            ids[piece.local.slices()] = whole[piece.logical.slices()]
-        found[tensor.name] = ids
-    return found
+            full_ids = first + torch.arange(torch.Size(shape).numel()).view(shape)
+            ids[piece.local.slices()] = full_ids[piece.logical.slices()]
+        ids_of_names[tensor.name] = ids
+    return ids_of_names
 
 
 def optimizer_states(
@@ -83,7 +83,7 @@ def optimizer_states(
         if trainer.topology.zero == 1:
             size = part.data_parallel_group.size()
             rank = part.data_parallel_group.rank()
-            held = []
+            states = []
             for buffer in part.buffers:
                 for parameter, (start, end, number) in buffer.param_index_map.items():
                     bucket = buffer.buckets[number]
@@ -91,9 +91,9 @@ def optimizer_states(
                     low = max(start, bucket.offset + rank * share)
                     high = min(end, bucket.offset + (rank + 1) * share)
                     if low < high:
-                        held.append((parameter, low - start, high - start))
-            assert len(held) == len(masters)
-            for parameter, first, end in held:
+                        states.append((parameter, low - start, high - start))
+            assert len(states) == len(masters)
+            for parameter, first, end in states:
                 group, place = part.model_param_group_index_map[parameter]
                 master = adam.param_groups[group]["params"][place]
                 yield parameter, first, end, master, adam.state[master]
@@ -107,7 +107,7 @@ def optimizer_states(
                 yield owners[id(master)], 0, master.numel(), master, adam.state[master]
 
 
-def held(trainer: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def optimizer_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(what, tensor, its expected values) of all that this rank holds."""
     from megarl.trainer.model import parameters_by_name
 
@@ -120,10 +120,10 @@ def held(trainer: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     trained = set()
     for parameter, first, end, master, state in optimizer_states(trainer):
         trained.add(parameter)
-        here = ids[names[parameter]].flatten()[first:end]
-        yield f"master of {names[parameter]}", master.data, value(WEIGHT, here).view_as(master)
+        local_ids = ids[names[parameter]].flatten()[first:end]
+        yield f"master of {names[parameter]}", master.data, value(WEIGHT, local_ids).view_as(master)
         for kind, key in ((FIRST_MOMENT, "exp_avg"), (SECOND_MOMENT, "exp_avg_sq")):
-            yield f"{key} of {names[parameter]}", state[key], value(kind, here).view_as(master)
+            yield f"{key} of {names[parameter]}", state[key], value(kind, local_ids).view_as(master)
     if trainer.topology.zero == 0:
         assert trained == {p for p in parameters.values() if p.requires_grad}
 
@@ -147,7 +147,7 @@ def make(chain: dict[str, Any], layout: dict[str, Any]) -> Any:
 
 
 def put(trainer: Any) -> None:
-    for _, tensor, values in held(trainer):
+    for _, tensor, values in optimizer_tensors(trainer):
         tensor.copy_(values)
     for *_, state in optimizer_states(trainer):
         state["step"].fill_(POSITION)
@@ -162,8 +162,8 @@ def compare(trainer: Any) -> None:
     """
     for again in ("", ", after the master weights were copied to the model"):
         wrong = [
-            f"{what}: {int((tensor != values).sum())} elements"
-            for what, tensor, values in held(trainer)
+            f"{state_name}: {int((tensor != values).sum())} elements"
+            for state_name, tensor, values in optimizer_tensors(trainer)
             if not equal(tensor, values)
         ]
         assert not wrong, f"{len(wrong)} tensors differ{again}: {wrong[:8]}"
@@ -199,7 +199,8 @@ def fork(rank: int, world_size: int, chain: dict[str, Any], number: int, out: Pa
 
     A rank that fails writes the text to OUT/failure.RANK.
     """
-    if child := os.fork():
+    child = os.fork()
+    if child:
         return child
     status = 1
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pair_processes import TIMEOUT_S, Trainer, map_of, shards
+from pair_processes import TIMEOUT_S, TrainerProcess, map_of, shards
 
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
@@ -22,7 +22,7 @@ from megarl.weight_sync.writing import (
 )
 
 
-class DeltaTrainer(Trainer):
+class DeltaTrainer(TrainerProcess):
     """Makes Adam's steps on float32 master weights, with noise as gradients."""
 
     def __init__(self, rank: int, case: str, lr: float):
@@ -78,7 +78,7 @@ class DeltaTrainer(Trainer):
         sent = [self.write_part(part) for part in (0, 1)]
         if keeps:
             self.deltas.keep(self.version, self.copies, AmaxTable(), self.payloads, declined=False)
-        return [each.shares for each in sent]
+        return [update.shares for update in sent]
 
     def write_part(self, part: int) -> WrittenPart:
         return send(

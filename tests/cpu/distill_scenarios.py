@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from trainer_rig import make, plain_adam, scored, sequences
+from trainer_rig import logprob_rows, make, plain_adam, sequences
 
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.geometry import TrainerTopology
@@ -58,14 +58,14 @@ def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     before = [parameter.clone() for model in models.values() for parameter in model._parameters()]
     algorithm = make_algorithm(config.algorithm, teachers_of(config))
     steps = BatchSteps(trainer, algorithm, config, teachers=Teachers(config, models))
-    told = []
+    batch_records = []
     for batch in batches:
-        own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
+        local_batch = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
         results = steps.train(
-            replace(batch, numbers={place: batch.numbers[place] for place in own})
+            replace(batch, numbers={place: batch.numbers[place] for place in local_batch})
         )
         trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.hf"), scenario["model"])
-        told.append(
+        batch_records.append(
             (
                 [(result.loss, result.grad_norm) for result in results],
                 step_metrics(results, algorithm),
@@ -75,7 +75,7 @@ def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
         "a teacher has changed"
     )
-    return {"told": told}
+    return {"told": batch_records}
 
 
 def scenario_other_reference(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -84,6 +84,6 @@ def scenario_other_reference(scenario: dict[str, Any], out: Path) -> dict[str, A
     batch = sequences(trainer.spec.vocab_size)
     trainer.hold_reference(frozen(scenario, scenario["reference"], trainer))
     return {
-        "reference": scored(trainer, batch, temperature=0.7, model="reference"),
-        "policy": scored(trainer, batch, temperature=0.7),
+        "reference": logprob_rows(trainer, batch, temperature=0.7, model="reference"),
+        "policy": logprob_rows(trainer, batch, temperature=0.7),
     }

@@ -78,7 +78,7 @@ class Site:
         return Job(**{**settings, **changes}, syncs=syncs, folder=str(self.folder))
 
     def start(self) -> None:
-        """Starts another engine in place of the previous one, with the same port, keys and client."""
+        """Starts another engine in place of the previous one: the same port, keys and client."""
         log = self.folder / f"engine.{time.monotonic():.0f}.log"
         begin = contextlib.contextmanager(start_engine)
         engine = self.stack.enter_context(

@@ -68,16 +68,19 @@ class _Hooked:
         The box is FLIPPED's if that has changed, and else another changed one. With shared memory,
         the boxes before it are already written.
         """
-        found = [place for place, (_, delta) in enumerate(changes) if delta.changed]
-        at = next(
-            (place for place in found if changes[place][0].destination_tensor == FLIPPED), found[-1]
+        changed_places = [place for place, (_, delta) in enumerate(changes) if delta.changed]
+        first_place = next(
+            (place for place in changed_places if changes[place][0].destination_tensor == FLIPPED),
+            changed_places[-1],
         )
         if isinstance(self, SharedMemoryTransport):
-            super().write_changes(rank, changes[:at], version)
-        copy, delta = changes[at]
+            super().write_changes(rank, changes[:first_place], version)
+        copy, delta = changes[first_place]
         if before_write is not None:
             delta = replace(delta, body=before_write(self._rank, -1, copy, delta.body))
-        super().write_changes(rank, [*changes[:at], (copy, delta), *changes[at + 1 :]], version)
+        super().write_changes(
+            rank, [*changes[:first_place], (copy, delta), *changes[first_place + 1 :]], version
+        )
 
 
 class HookedSharedMemory(_Hooked, SharedMemoryTransport):
@@ -93,8 +96,8 @@ class HookedMooncake(_Hooked, MooncakeTransport):
 
 
 HOOKED = {
-    kind: f"faulty_transports:{found.__name__}"
-    for kind, found in (
+    kind: f"faulty_transports:{transport.__name__}"
+    for kind, transport in (
         (SHARED_MEMORY, HookedSharedMemory),
         (GLOO, HookedGloo),
         (MOONCAKE, HookedMooncake),

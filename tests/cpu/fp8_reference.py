@@ -74,7 +74,7 @@ def language_model(checkpoint: Path) -> HF:
                 else {kind: rows}
             )
             tensors |= {
-                f"{module}.{expert}.{part}.weight": each.clone() for part, each in parts.items()
+                f"{module}.{expert}.{part}.weight": weight.clone() for part, weight in parts.items()
             }
     return tensors
 
@@ -112,7 +112,7 @@ class Quantised:
             for kind in kinds
             if name.endswith(f".{kind[0]}.weight")
         ]
-        return [tuple(name.replace(kind[0], other) for other in kind) for name, kind in firsts]
+        return [tuple(name.replace(kind[0], sibling) for sibling in kind) for name, kind in firsts]
 
     def _quantise(self, group: tuple[str, ...]) -> None:
         values = torch.cat([self.tensors[name] for name in group])
@@ -120,15 +120,16 @@ class Quantised:
         rows = rows or values.shape[0]
         cols = cols or values.shape[1]
         codes, scales = (
-            torch.from_numpy(each)
-            for each in quantise_reference.quantise(values, rows, cols, floor)
+            torch.from_numpy(part)
+            for part in quantise_reference.quantise(values, rows, cols, floor)
         )
         spread = scales.repeat_interleave(rows, 0)[: values.shape[0]].repeat_interleave(cols, 1)[
             :, : values.shape[1]
         ]
         sizes = [len(self.tensors[name]) for name in group]
         for name, code, of_elements in zip(group, codes.split(sizes), spread.split(sizes)):
-            self.codes[name], self.spread[name] = code, of_elements.contiguous()
+            self.codes[name] = code
+            self.spread[name] = of_elements.contiguous()
             self.scales[name] = scales[0, 0] if self.quantization == "fp8_tensor" else scales
 
     def in_engine(self, spec: ModelSpec, tp: int, ep: int, dp_attention: int = 1) -> list[HF]:

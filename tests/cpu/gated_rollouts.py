@@ -1,4 +1,4 @@
-"""Rollouts whose held-out prompts wait at a gate, for tests of what happens during an evaluation."""
+"""Rollouts whose held-out prompts wait at a gate, for tests of what evaluations delay."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def send(rank: int, job: Job, go: Event) -> None:
     All but the first wait for `go`.
     """
     with contextlib.ExitStack() as stack:
-        held = hold(rank, job, stack)
+        weights = hold(rank, job, stack)
         key = RunKey.load(Path(job.key_file))
         senders: dict[str, WeightsSender] = {}
         for sync in job.syncs:
@@ -79,23 +79,23 @@ def send(rank: int, job: Job, go: Event) -> None:
                     contextlib.closing(Peer(f"trainer.{rank}", key, sync.hub))
                 )
                 senders[sync.hub] = WeightsSender(job.plan(sync.transport), link)
-            if held.version != sync.version:
+            if weights.version != sync.version:
                 assert go.wait(2 * DEADLINE_S)  # meanwhile an engine may have to start
-            while held.version != sync.version:
-                held.version += 1
-                change(held, job.changing)
-            senders[sync.hub].send(held)
+            while weights.version != sync.version:
+                weights.version += 1
+                change(weights, job.changing)
+            senders[sync.hub].send(weights)
         for sender in senders.values():
             sender.close()
 
 
-def change(held: HeldWeights, share: float) -> None:
+def change(weights: HeldWeights, share: float) -> None:
     """Makes the next version: flips the lowest bit in a part of the elements, the same on all ranks
     that hold them.
     """
-    for name, values in held.parameters.items():
+    for name, values in weights.parameters.items():
         generator = torch.Generator().manual_seed(
-            held.version + (sum(map(ord, name)) if "norm" in name else 1000 * held.rank)
+            weights.version + (sum(map(ord, name)) if "norm" in name else 1000 * weights.rank)
         )
         bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
         bits ^= (torch.rand(values.shape, generator=generator) < share).to(bits.dtype)

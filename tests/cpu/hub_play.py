@@ -58,9 +58,9 @@ class Played:
     def __exit__(self, *_: object) -> None:
         self._runner.run(self.rollout.close())
         self._runner.close()
-        left = set(psutil.Process().children(recursive=True)) - self._others
+        leftover_processes = set(psutil.Process().children(recursive=True)) - self._others
         # orphans become children of the tests (conftest.py), so they are reaped here
-        _, alive = psutil.wait_procs(left, timeout=5.0)
+        _, alive = psutil.wait_procs(leftover_processes, timeout=5.0)
         assert not alive, "what a worker has started has outlived its rollout"
 
     def __call__(

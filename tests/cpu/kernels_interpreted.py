@@ -46,8 +46,8 @@ def test_changes(dtype, count, share):
     old = torch.randint(0, 100, (count,), dtype=dtype, generator=generator)
     new = old + (torch.rand(count, generator=generator) < share).to(dtype)
     pairs = [(new, old), (new[:1], old[:1]), (old, old), (new[:0], old[:0]), (old, new)]
-    for found, pair in zip(changes_triton.find_changes(pairs), pairs, strict=True):
-        assert all(map(torch.equal, found, changes.find_changes(*pair)))
+    for changed, pair in zip(changes_triton.find_changes(pairs), pairs, strict=True):
+        assert all(map(torch.equal, changed, changes.find_changes(*pair)))
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -56,9 +56,9 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def check_whole(x: torch.Tensor, rule: Rule) -> None:
     scales = quantise.scales_of(quantise_triton.tile_amax(x, 0, 0, rule, "x"), rule)
-    wanted = quantise.quantise(x, rule, "x")
-    assert equal(quantise_triton.quantise_with(x, 0, 0, scales, rule), wanted[0]) and equal(
-        scales, wanted[1]
+    expected = quantise.quantise(x, rule, "x")
+    assert equal(quantise_triton.quantise_with(x, 0, 0, scales, rule), expected[0]) and equal(
+        scales, expected[1]
     )
 
 
@@ -89,7 +89,9 @@ def test_random_tiles_with_zeros_subnormals_and_huge_numbers(spread):
     x = torch.randn(40, 70, generator=generator) * torch.exp2(
         spread * torch.randn(40, 1, generator=generator)
     ).clamp(2.0**-126, 2.0**100)
-    x[:8, :16], x[9, 20], x[17, 33] = 0, 1e-39, torch.finfo(torch.bfloat16).max
+    x[:8, :16] = 0
+    x[9, 20] = 1e-39
+    x[17, 33] = torch.finfo(torch.bfloat16).max
     check_whole(x.bfloat16(), RULE)
     check_whole(x, RULE)
     check_whole(x.t(), RULE)
@@ -105,14 +107,14 @@ def test_experts():
 )
 def test_cut_tiles_in_two_passes(box):
     x = torch.randn(40, 70, generator=torch.Generator().manual_seed(3)).bfloat16()
-    whole = quantise.quantise(x, RULE, "x")
+    expected = quantise.quantise(x, RULE, "x")
     part = x[box.slices()]
     amax = quantise_triton.tile_amax(part, *box.start, RULE, "x")
     assert equal(amax, quantise.tile_amax(part, *box.start, RULE, "x"))
     codes = quantise_triton.quantise_with(
-        part, *box.start, whole[1][RULE.tiles(box).slices()], RULE
+        part, *box.start, expected[1][RULE.tiles(box).slices()], RULE
     )
-    assert equal(codes, whole[0][box.slices()])
+    assert equal(codes, expected[0][box.slices()])
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -127,17 +129,19 @@ def test_a_copy_of_a_map_that_quantises(transform, cut, monkeypatch):
     table = AmaxTable(
         [("w", RULE.tiles(Box((0, 0), (40, 64))), quantise.tile_amax(x, 0, 0, RULE, "w"))]
     )
-    how = Quantisation(RULE, "w", box.start, cut)
-    of, dtype = (box, "float8_e4m3fn") if transform == QUANTISE else (RULE.tiles(box), "float32")
-    copy = Copy(0, "w", box, 1, "w", of, transform, dtype, 0, how)
-    wanted = payload(copy, x, table)
-    asked = []
-    monkeypatch.setattr(
-        kernels, "_quantise", lambda values, rule: asked.append(rule) or quantise_triton
+    quantisation = Quantisation(RULE, "w", box.start, cut)
+    read_box, dtype = (
+        (box, "float8_e4m3fn") if transform == QUANTISE else (RULE.tiles(box), "float32")
     )
-    assert equal(payload(copy, x, table), wanted)
+    copy = Copy(0, "w", box, 1, "w", read_box, transform, dtype, 0, quantisation)
+    expected = payload(copy, x, table)
+    requests = []
+    monkeypatch.setattr(
+        kernels, "_quantise", lambda values, rule: requests.append(rule) or quantise_triton
+    )
+    assert equal(payload(copy, x, table), expected)
     # scales of cut tiles follow from their amax
-    assert bool(asked) == (transform == QUANTISE or not cut)
+    assert bool(requests) == (transform == QUANTISE or not cut)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
@@ -202,16 +206,16 @@ def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
     local_targets = torch.where((targets >= first) & (targets < first + real), targets - first, -1)
     padded = torch.full((6, 64), torch.nan)
     padded[:, :real] = logits[:, columns]
-    found = chunked_logprobs_triton.local_forward(padded, local_targets, real, 1.3)
+    statistics = chunked_logprobs_triton.local_forward(padded, local_targets, real, 1.3)
     part = exact.detach()[:, columns]
     local = torch.log_softmax(part, -1)
     at_target = torch.where(
         local_targets >= 0, exact.detach().gather(-1, targets[:, None])[:, 0], 0.0
     )
-    wanted = torch.stack([part.logsumexp(-1), -(local.exp() * local).sum(-1), at_target])
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=2e-6)
+    expected = torch.stack([part.logsumexp(-1), -(local.exp() * local).sum(-1), at_target])
+    torch.testing.assert_close(statistics.double(), expected, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(
-        found,
+        statistics,
         chunked_logprobs.local_forward(padded.clone(), local_targets, real, 1.3),
         rtol=1e-6,
         atol=2e-6,
@@ -219,13 +223,21 @@ def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
 
     log_z = exact.detach().logsumexp(-1).float()
     for of_entropy in (None, (entropy_grad, entropy.detach().float())):
-        arguments = local_targets, log_z, grad, of_entropy, real, 1.3, dtype
-        gradient = chunked_logprobs_triton.local_backward(padded.clone(), *arguments)
+        inputs = {
+            "targets": local_targets,
+            "log_z": log_z,
+            "grad": grad,
+            "of_entropy": of_entropy,
+            "real": real,
+            "temperature": 1.3,
+            "dtype": dtype,
+        }
+        gradient = chunked_logprobs_triton.local_backward(padded.clone(), **inputs)
         assert gradient.dtype == dtype and not gradient[:, real:].any()
         rounding = 1e-5 if dtype == torch.float32 else 2**-8
         torch.testing.assert_close(
             gradient,
-            chunked_logprobs.local_backward(padded.clone(), *arguments),
+            chunked_logprobs.local_backward(padded.clone(), **inputs),
             rtol=rounding,
             atol=1e-6,
         )
@@ -240,21 +252,26 @@ def test_logprobs_over_sets(monkeypatch):
     A row without columns on a rank adds nothing.
     """
     generator = torch.Generator().manual_seed(6)
-    hidden, weight = torch.randn(7, 5, generator=generator), torch.randn(24, 5, generator=generator)
+    hidden = torch.randn(7, 5, generator=generator)
+    weight = torch.randn(24, 5, generator=generator)
     sizes = torch.tensor([1, 19, 2, 3, 5, 2, 9])
     sets = [torch.randperm(19, generator=generator)[:size] for size in sizes.tolist()]
-    targets, kept = torch.stack([each[-1] for each in sets]), (sizes, torch.cat(sets).int())
+    targets = torch.stack([token_set[-1] for token_set in sets])
+    sets_of_rows = (sizes, torch.cat(sets).int())
 
     def run(group):
-        mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        found, entropy = kernels.linear_logprobs(*mine, targets, group, 19, 0.7, 3, None, kept)
-        (found * torch.arange(7) + 0.3 * entropy).sum().backward()
-        return found.detach(), entropy.detach(), mine[0].grad, mine[1].grad
+        x = hidden.clone().requires_grad_()
+        w = weight.clone().requires_grad_()
+        logprobs, entropy = kernels.linear_logprobs(
+            x, w, targets, group, 19, 0.7, 3, None, sets_of_rows
+        )
+        (logprobs * torch.arange(7) + 0.3 * entropy).sum().backward()
+        return logprobs.detach(), entropy.detach(), x.grad, w.grad
 
-    [wanted] = on_ranks(1, run)
+    [expected] = on_ranks(1, run)
     monkeypatch.setattr(chunked_logprobs, "_local", lambda hidden: chunked_logprobs_triton)
-    [found] = on_ranks(1, run)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=2e-6)
+    [logprobs] = on_ranks(1, run)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=2e-6)
     absent = torch.full((2, 3), chunked_logprobs.ABSENT)
     absent[1, 1] = 2.0
     partial = chunked_logprobs_triton.local_forward(absent, torch.tensor([-1, 1]), 3, 0.5)

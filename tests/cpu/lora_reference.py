@@ -59,17 +59,17 @@ class OfExperts(nn.Module):
 def random_factors(model: PreTrainedModel, rank: int, targets: list[str], shared: bool) -> Factors:
     """Random A and B of every target, by their names."""
     generator = torch.Generator().manual_seed(11)
-    found = {}
+    factors = {}
 
     def pair(stem: str, out: int, into: int, outer: str = "") -> None:
         """Random A and B. `outer`: the factor that the experts share."""
         for letter, shape in (("A", (rank, into)), ("B", (out, rank))):
             name = f"{_of_all(stem) if letter == outer else stem}.lora_{letter}.weight"
-            if name not in found:
-                found[name] = nn.Parameter(0.2 * torch.randn(shape, generator=generator).double())
+            if name not in factors:
+                factors[name] = nn.Parameter(0.2 * torch.randn(shape, generator=generator).double())
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _wanted(name, targets):
+        if isinstance(module, nn.Linear) and _is_target(name, targets):
             pair(name, module.out_features, module.in_features)
         if name.endswith("mlp.experts"):
             rows = module.gate_up_proj.size(1) // 2
@@ -80,9 +80,9 @@ def random_factors(model: PreTrainedModel, rank: int, targets: list[str], shared
                     ("up_proj", (rows, hidden), "A"),
                     ("down_proj", (hidden, rows), "B"),
                 ):
-                    if _wanted(part, targets):
+                    if _is_target(part, targets):
                         pair(f"{name}.{expert}.{part}", *shape, outer=outer if shared else "")
-    return found
+    return factors
 
 
 def _of_all(stem: str) -> str:
@@ -90,7 +90,7 @@ def _of_all(stem: str) -> str:
     return re.sub(r"(\.experts)\.\d+", r"\1", stem)
 
 
-def _wanted(name: str, targets: list[str]) -> bool:
+def _is_target(name: str, targets: list[str]) -> bool:
     last = name.rpartition(".")[2]
     return last not in ("lm_head", "gate") and (targets == ["all"] or last in targets)
 
@@ -100,11 +100,11 @@ def adapt(model: PreTrainedModel, factors: Factors, scale: float) -> None:
     model.requires_grad_(False)
 
     def pair(stem: str) -> tuple[Any, Any] | None:
-        found = [
+        pair_tensors = [
             factors.get(f"{stem}.lora_{x}.weight", factors.get(f"{_of_all(stem)}.lora_{x}.weight"))
             for x in "AB"
         ]
-        return None if found[0] is None else (found[0], found[1])
+        return None if pair_tensors[0] is None else (pair_tensors[0], pair_tensors[1])
 
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and f"{name}.lora_A.weight" in factors:
@@ -121,13 +121,13 @@ def adapt(model: PreTrainedModel, factors: Factors, scale: float) -> None:
             )
         if name.endswith("mlp.experts"):
             experts = range(len(module.gate_up_proj))
-            for of, parts in (
+            for target, parts in (
                 ("gate_up_proj", ("gate_proj", "up_proj")),
                 ("down_proj", ("down_proj",)),
             ):
                 pairs = [[pair(f"{name}.{expert}.{part}") for part in parts] for expert in experts]
-                rows = getattr(module, of).size(1) // len(parts)
-                parametrize.register_parametrization(module, of, OfExperts(pairs, rows, scale))
+                rows = getattr(module, target).size(1) // len(parts)
+                parametrize.register_parametrization(module, target, OfExperts(pairs, rows, scale))
 
 
 def lora_reference(
@@ -152,7 +152,7 @@ def lora_reference(
     batch = sequences(model.config.vocab_size)
     loss, logprobs = hf_loss(model, batch, TEMPERATURE)
     loss.backward()
-    found = {
+    results = {
         "loss": loss.item(),
         "logprobs": logprobs,
         "base": base,
@@ -165,17 +165,19 @@ def lora_reference(
         adam.zero_grad()
         hf_loss(model, sequences(model.config.vocab_size, seed=seed), TEMPERATURE)[0].backward()
         adam.step()
-    return found | {"trained": {name: values.detach().clone() for name, values in factors.items()}}
+    return results | {
+        "trained": {name: values.detach().clone() for name, values in factors.items()}
+    }
 
 
 @torch.no_grad()
 def _logprobs(model: PreTrainedModel) -> list[list[float]]:
-    found = []
+    rows = []
     for sequence in sequences(model.config.vocab_size):
         tokens = tokens_of(sequence)
         scores = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(dim=-1)
-        found.append(scores.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
-    return found
+        rows.append(scores.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+    return rows
 
 
 def write_peft(folder: Path, factors: Factors, lora: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from megarl.models.registry import load_spec
 ADAM = OptimizerConfig(lr=1e-2, clip_grad=0.0, weight_decay=0.01, eps=1e-2)
 
 
-def held(trainer: Any) -> dict[str, torch.Tensor]:
+def adapter_parts(trainer: Any) -> dict[str, torch.Tensor]:
     """This rank's parts of the adapters."""
     parameters = trainer.local_parameters()
     return {
@@ -64,20 +64,20 @@ def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.export_adapter(str(out / (scenario["name"] + ".adapter")))
     poison_padding(trainer)
     batch = sequences(trainer.spec.vocab_size)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "all": one_step(trainer, batch),
         "logprobs": all_logprobs(trainer, batch, temperature=TEMPERATURE),
         "reference": all_logprobs(trainer, batch, model="reference", temperature=TEMPERATURE),
     }
     trainer.max_tokens = 48
-    found["microbatches"] = one_step(trainer, batch)
+    results["microbatches"] = one_step(trainer, batch)
     trainer = make(scenario, ADAM)
     trainer.load_hf(scenario["model"])
     before = {name: values.clone() for name, values in trainer.local_parameters().items()}
     steps(trainer, 1, 2, 3)
     after = trainer.local_parameters()
-    found["moved"] = [name for name in before if not torch.equal(before[name], after[name])]
-    found["adapters"] = held(trainer)
+    results["moved"] = [name for name in before if not torch.equal(before[name], after[name])]
+    results["adapters"] = adapter_parts(trainer)
     scaled = {
         name
         for name in after
@@ -86,7 +86,7 @@ def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     }
     served = trainer.served_parameters()
     scale = scenario["lora"]["alpha"] / scenario["lora"]["rank"]
-    found["served"] = [
+    results["served"] = [
         name
         for name in after
         if not torch.equal(served[name], after[name] * (scale if name in scaled else 1))
@@ -97,16 +97,18 @@ def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         for parameter in chunk.parameters()
         if not parameter.requires_grad
     ]
-    found["gradients of frozen"] = [
+    results["gradients of frozen"] = [
         tuple(p.shape) for p in frozen if p.grad is not None or hasattr(p, "main_grad")
     ]
-    found["optimized"] = sum(shard.master.numel() for shard in optimizer_shards(trainer.optimizer))
-    found["buffers"] = sum(
+    results["optimized"] = sum(
+        shard.master.numel() for shard in optimizer_shards(trainer.optimizer)
+    )
+    results["buffers"] = sum(
         buffer.numel
         for chunk in trainer.ddp
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     )
-    return found
+    return results
 
 
 def scenario_lora_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -115,11 +117,11 @@ def scenario_lora_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
     trainer = make(scenario, ADAM)
     trainer.load_hf(scenario["model"])
-    found = {"first": held(trainer)}
+    results = {"first": adapter_parts(trainer)}
     steps(trainer, 1, 2)
     checkpoint.save(trainer, scenario["checkpoint"], {})
     steps(trainer, 3)
-    return found | {"third": held(trainer)}
+    return results | {"third": adapter_parts(trainer)}
 
 
 def scenario_lora_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -128,33 +130,33 @@ def scenario_lora_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, ADAM)
-    found = {"first": held(trainer), "refused": ""}
+    results = {"first": adapter_parts(trainer), "refused": ""}
     trainer.load_hf(scenario["other"])
     try:
         checkpoint.load(trainer, scenario["checkpoint"])
     except CheckpointError as error:
-        found["refused"] = str(error)
+        results["refused"] = str(error)
     trainer.load_hf(scenario["model"])
-    found["first"] = held(trainer)
+    results["first"] = adapter_parts(trainer)
     checkpoint.load(trainer, scenario["checkpoint"])
     steps(trainer, 3)
-    return found | {"third": held(trainer)}
+    return results | {"third": adapter_parts(trainer)}
 
 
 def scenario_lora_dropout(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """A step's gradients by two equal trainers, and the log-probs of the first."""
-    found = {}
+    results = {}
     for name in ("one", "again"):
         trainer = make(scenario, plain_adam(lr=0.0))
         trainer.load_hf(scenario["model"])
-        found[name] = one_step(trainer, sequences(trainer.spec.vocab_size))
-        found["logprobs"] = all_logprobs(
+        results[name] = one_step(trainer, sequences(trainer.spec.vocab_size))
+        results["logprobs"] = all_logprobs(
             trainer, sequences(trainer.spec.vocab_size), temperature=TEMPERATURE
         )
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    return found
+    return results
 
 
 class Normed(torch.nn.Module):

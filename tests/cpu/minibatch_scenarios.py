@@ -35,22 +35,25 @@ def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any
     saved = out / f"{scenario['name'].removesuffix('.resumed')}.checkpoint"
     trainer.load_hf(scenario["model"])
     trainer.hold_reference()
-    if resumed := scenario["name"].endswith(".resumed"):
+    resumed = scenario["name"].endswith(".resumed")
+    if resumed:
         checkpoint.load(trainer, saved)
-    told = []
-    held = []
+    batch_records = []
+    held_tokens = []
     for batch in batches[2:] if resumed else batches:
-        own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
+        local_batch = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
         results = steps.train(
-            replace(batch, numbers={place: batch.numbers[place] for place in own})
+            replace(batch, numbers={place: batch.numbers[place] for place in local_batch})
         )
         trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.hf"), scenario["model"])
-        each = [(result.loss, result.grad_norm, result.learning_rate) for result in results]
-        told.append((each, step_metrics(results, steps.algorithm)))
-        held.append(own)
+        optimizer_steps = [
+            (result.loss, result.grad_norm, result.learning_rate) for result in results
+        ]
+        batch_records.append((optimizer_steps, step_metrics(results, steps.algorithm)))
+        held_tokens.append(local_batch)
         if batch.step == 1 and not resumed:
             checkpoint.save(trainer, saved, {"step": 2})
-    return {"told": told, "held": held}
+    return {"told": batch_records, "held": held_tokens}
 
 
 def scenario_one_optimizer_step(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -63,19 +66,19 @@ def scenario_one_optimizer_step(scenario: dict[str, Any], out: Path) -> dict[str
     trainer.load_hf(scenario["model"])
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
     temperature = config.rollout.temperature
-    sequences, (whole,) = steps._cut(batches[0])
-    chosen = [sequences[place] for place in whole.places]
-    found = []
-    for proximal in (trainer.token_logprobs(chosen, temperature=temperature), None):
+    sequences, (minibatch,) = steps._cut(batches[0])
+    ordered = [sequences[place] for place in minibatch.places]
+    logprobs = []
+    for proximal in (trainer.token_logprobs(ordered, temperature=temperature), None):
         result = trainer.train_step(
-            chosen,
+            ordered,
             steps.algorithm.loss,
-            whole.denominator,
+            minibatch.denominator,
             temperature=temperature,
             proximal_logprobs=proximal,
         )
-        found.append({"loss": result.loss, "sums": result.sums, "grads": gradients(trainer)})
-    return {"scored": found[0], "left_out": found[1]}
+        logprobs.append({"loss": result.loss, "sums": result.sums, "grads": gradients(trainer)})
+    return {"scored": logprobs[0], "left_out": logprobs[1]}
 
 
 def scenario_meters(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -85,8 +88,10 @@ def scenario_meters(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
-    own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
-    results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
+    local_batch = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
+    results = steps.train(
+        replace(batch, numbers={place: batch.numbers[place] for place in local_batch})
+    )
     histograms = {
         name: histogram.counts for name, histogram in results[0].agreement.histograms().items()
     }

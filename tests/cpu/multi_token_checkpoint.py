@@ -34,19 +34,19 @@ def take_last_layer(family: str, folder: Path) -> Path:
     layers = config["num_hidden_layers"] - 1
     hidden = config["hidden_size"]
     dtype = tensors["model.norm.weight"].dtype
-    own = {}
+    renamed = {}
     torch.manual_seed(5)
     for name, shape in zip(
         own_names(family, layers), ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,))
     ):
         centre = 1.0 if len(shape) == 1 and family != "qwen3_next" else 0.0
-        own[name] = (centre + 0.1 * torch.randn(shape)).to(dtype)
-    save_file(own, folder / "own.safetensors")
+        renamed[name] = (centre + 0.1 * torch.randn(shape)).to(dtype)
+    save_file(renamed, folder / "own.safetensors")
     last = f"model.layers.{layers}."
     tensors = {
         key.replace(last, "mtp.layers.0.") if family == "qwen3_next" else key: value
         for key, value in tensors.items()
-    } | own
+    } | renamed
     if family != "qwen3_next":
         tensors |= {last + "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
         tensors |= {last + "shared_head.head.weight": tensors["lm_head.weight"].clone()}

@@ -35,24 +35,24 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
     """The layer's loss at the trainer's temperature, and its gradients by the names in the
     checkpoint `folder`.
     """
-    whole = load_float64(folder.parent / "whole")
-    own = {
+    full_tensors = load_float64(folder.parent / "whole")
+    layer_tensors = {
         key: value.double().requires_grad_()
         for key, value in load_file(folder.parent / "own.safetensors").items()
     }
-    norm_e, norm_h, projection, norm = (own[key] for key in own_names(name, LAYERS))
-    layer = whole.model.layers[LAYERS]
-    model = whole.model
+    norm_e, norm_h, projection, norm = (layer_tensors[key] for key in own_names(name, LAYERS))
+    layer = full_tensors.model.layers[LAYERS]
+    model = full_tensors.model
     model.layers = model.layers[:LAYERS]
     centred = float(name == "qwen3_next")
-    eps = whole.config.rms_norm_eps
+    eps = full_tensors.config.rms_norm_eps
 
     def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (centred + weight)
 
     total = torch.zeros((), dtype=torch.float64)
     count = 0
-    for sequence in sequences(whole.config.vocab_size):
+    for sequence in sequences(full_tensors.config.vocab_size):
         tokens = tokens_of(sequence)
         mask = torch.tensor(sequence.loss_mask, dtype=torch.bool)[2:]
         if tokens.size(1) < 3:
@@ -72,7 +72,7 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
             position_ids=positions,
         )
         x = rms(x[0] if isinstance(x, tuple) else x, norm)
-        logprobs = (x @ whole.lm_head.weight.detach().T / TEMPERATURE).log_softmax(-1)
+        logprobs = (x @ full_tensors.lm_head.weight.detach().T / TEMPERATURE).log_softmax(-1)
         total = total - logprobs[0].gather(-1, tokens[0, 2:, None])[mask].sum()
         count += int(mask.sum())
     loss = total / count
@@ -81,16 +81,21 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
     grads = {before + key: parameter.grad for key, parameter in layer.named_parameters()}
     return {
         "loss": loss.item(),
-        "grads": {**apart(grads, before, name), **{key: value.grad for key, value in own.items()}},
+        "grads": {
+            **by_checkpoint_names(grads, before, name),
+            **{key: value.grad for key, value in layer_tensors.items()},
+        },
     }
 
 
-def apart(grads: dict[str, torch.Tensor], before: str, name: str) -> dict[str, torch.Tensor]:
+def by_checkpoint_names(
+    grads: dict[str, torch.Tensor], before: str, name: str
+) -> dict[str, torch.Tensor]:
     """The tensors by a checkpoint's names. (Transformers stacks the experts.)"""
-    found = {}
+    tensors = {}
     for key, grad in grads.items():
         if ".mlp.experts." not in key:
-            found[key] = grad
+            tensors[key] = grad
             continue
         for expert, rows in enumerate(grad):
             parts = (
@@ -98,11 +103,11 @@ def apart(grads: dict[str, torch.Tensor], before: str, name: str) -> dict[str, t
                 if "gate_up" in key
                 else [("down_proj", rows)]
             )
-            found |= {
+            tensors |= {
                 f"{before}mlp.experts.{expert}.{part}.weight": values for part, values in parts
             }
     return {
         key.replace(before, "mtp.layers.0.") if name == "qwen3_next" else key: grad
-        for key, grad in found.items()
+        for key, grad in tensors.items()
         if grad is not None
     }

@@ -29,21 +29,21 @@ def scenario_multi_token(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Export, gradients, and weights after three clipped steps, with the layer ignored, kept and
     trained.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for mode in ("ignore", "keep", "train"):
         trainer = of_mode(scenario, mode)
         batch = sequences(trainer.spec.vocab_size)
         if mode != "ignore":
             trainer.export_hf(str(out / f"{scenario['name']}.{mode}.hf"), scenario["model"])
         poison_padding(trainer)
-        found[mode] = {"step": one_step(trainer, batch), "none": one_step(trainer, [])}
+        results[mode] = {"step": one_step(trainer, batch), "none": one_step(trainer, [])}
         trainer = of_mode(scenario, mode, lr=1e-2, clip_grad=0.5)
-        found[mode]["steps"] = [vars(one_step_of(trainer, batch)) for _ in range(3)]
-        found[mode]["after"] = {
+        results[mode]["steps"] = [vars(one_step_of(trainer, batch)) for _ in range(3)]
+        results[mode]["after"] = {
             name: values.clone() for name, values in trainer.local_parameters().items()
         }
-        found[mode]["logprobs"] = all_logprobs(trainer, batch)
-    return found
+        results[mode]["logprobs"] = all_logprobs(trainer, batch)
+    return results
 
 
 def one_step_of(trainer: Any, batch: list[Any]) -> Any:

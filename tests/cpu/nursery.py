@@ -7,7 +7,7 @@
 Every process runs one function in a fork of its own, with its own environment, arguments and
 output. All processes end with the nursery, and the nursery ends with the tests.
 
-Whole runs are forks too (`Run`): the launcher is a fork of the nursery, and its workers and engines
+Whole runs are forks too (`ForkedRun`): the launcher is a fork of the nursery, and its workers and engines
 are forks of the launcher. They have the same parents, sessions, output, environment and names as
 separate programs, so that signals have the same effect.
 """
@@ -45,7 +45,7 @@ STARTED_S = 400  # for the first process
 LARGEST = 1 << 17  # bytes of a request, mostly the environment
 # the tests' trainer ranks, in this folder
 SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")
-# the modules that `Run` runs in forks
+# the modules that `ForkedRun` runs in forks
 FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server", *SCRIPTS)
 ENGINE = "megarl.generator.server"
 MODULE = [sys.executable, "-P", "-m"]  # how a command that runs a module begins
@@ -57,9 +57,9 @@ class Nursery:
     `preload`: see above.
     """
 
-    def __init__(self, *preload: str, **own: str):
+    def __init__(self, *preload: str, **environment: str):
         self._preload = preload
-        self._own = own
+        self._own = environment
         self._connection: socket.socket | None = None
 
     def start(
@@ -85,14 +85,14 @@ class Nursery:
         return int(answer)
 
     def _open(self, environment: dict[str, str]) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(STARTED_S)
-        argv = [sys.executable, __file__, str(theirs.fileno()), *self._preload]
-        with theirs:
+        argv = [sys.executable, __file__, str(child_end.fileno()), *self._preload]
+        with child_end:
             self._process = subprocess.Popen(
                 argv,
                 env=environment | self._own,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
             )
 
@@ -112,18 +112,18 @@ class _Forking(subprocess.Popen):
         pass_fds: Any,
         cwd: Any,
         env: Any,
-        *rest: Any,
+        *arguments: Any,
     ) -> None:
         if not isinstance(args, list) or args[:3] != MODULE or args[3] not in FORKED:
             super()._execute_child(
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *arguments
             )  # type: ignore[misc]
             return
-        pipes = rest[3:9]
-        new_session = rest[14]
+        pipes = arguments[3:9]
+        new_session = arguments[14]
         streams = [
-            given if given != -1 else usual
-            for usual, given in enumerate((pipes[0], pipes[3], pipes[5]))
+            descriptor if descriptor != -1 else usual
+            for usual, descriptor in enumerate((pipes[0], pipes[3], pipes[5]))
         ]
         self.pid = self._fork(
             args[3:],
@@ -152,12 +152,13 @@ class _Forking(subprocess.Popen):
             message=r"This process \(pid=\d+\) is multi-threaded",
             category=DeprecationWarning,
         )
-        if (child := os.fork()) == 0:
+        child = os.fork()
+        if child == 0:
             _run_module(argv, environment, streams, cwd, new_session)
         return child
 
 
-class Run(_Forking):
+class ForkedRun(_Forking):
     """Like subprocess.Popen for a command `python -P -m NAME …` with NAME among FORKED.
 
     The process is a fork of a nursery that has imported all parts of a run. Its parent is this
@@ -179,7 +180,7 @@ class Run(_Forking):
 
 
 def script(name: str, *arguments: str) -> dict[str, Any]:
-    """The command and environment of one of SCRIPTS, for `Run`."""
+    """The command and environment of one of SCRIPTS, for `ForkedRun`."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "args": [*MODULE, name, *arguments],
@@ -235,14 +236,15 @@ IMPORTED = (
 
 def _named(name: str) -> Any:
     module, _, attribute = name.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, attribute) if attribute else None
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else None
 
 
 def main(connection: socket.socket, preload: list[str]) -> None:
     die_with_parent()
     for name in preload:
-        if (function := _named(name)) is not None:
+        function = _named(name)
+        if function is not None:
             function()
     gc.collect()
     gc.freeze()  # otherwise a garbage collection in a fork would copy every page
@@ -268,7 +270,8 @@ def main(connection: socket.socket, preload: list[str]) -> None:
 def _orphan(connection: socket.socket, request: list[Any], descriptors: list[int]) -> None:
     """Forks again and ends, so that the requesting process becomes the child's parent."""
     argv, adopter, environment, cwd, new_session = request
-    if child := os.fork():
+    child = os.fork()
+    if child:
         connection.send(str(child).encode())
         os._exit(0)
     while os.getppid() != adopter:
@@ -337,16 +340,16 @@ def _look_new(
     gc.freeze()
 
 
-_SITE = [each for each in sys.path if each.startswith((sys.prefix, sys.base_prefix))]
+_SITE = [folder for folder in sys.path if folder.startswith((sys.prefix, sys.base_prefix))]
 
 
 def _take_streams(streams: list[int]) -> None:
     """Makes `streams` the descriptors 0 to 2 and Python's standard files, and closes all other
     descriptors.
     """
-    copies = [os.dup(each) for each in streams]
-    for number, each in enumerate(copies):
-        os.dup2(each, number)
+    copies = [os.dup(descriptor) for descriptor in streams]
+    for number, descriptor in enumerate(copies):
+        os.dup2(descriptor, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = open(0, closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]

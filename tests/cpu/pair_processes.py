@@ -103,7 +103,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint8).numpy()
 
 
-class Trainer:
+class TrainerProcess:
     """One trainer rank."""
 
     def __init__(self, rank: int):

@@ -72,7 +72,10 @@ async def main(config_path: str, out: Path, overrides: list[str]) -> None:
                 sampling = replace(sampling, seed=seed)
                 completions = await engine.generate(prompt.token_ids, sampling, config.rollout.n)
                 groups.append(
-                    Group(prompt, [sample(prompt, each, tokenizer, step) for each in completions])
+                    Group(
+                        prompt,
+                        [sample(prompt, completion, tokenizer, step) for completion in completions],
+                    )
                 )
             [result] = batch_steps.train(batch_of(groups, step))
             steps.write(
@@ -80,7 +83,7 @@ async def main(config_path: str, out: Path, overrides: list[str]) -> None:
                     {
                         "loss": result.loss,
                         "grad_norm": result.grad_norm,
-                        "groups": described(groups),
+                        "groups": texts_and_rewards(groups),
                     }
                 )
                 + "\n"
@@ -117,8 +120,8 @@ def sample(prompt: Prompt, completion: Completion, tokenizer: Any, step: int) ->
     )
 
 
-def described(groups: list[Group]) -> list[list[tuple[str, float]]]:
-    return [[(each.text, each.reward) for each in group.samples] for group in groups]
+def texts_and_rewards(groups: list[Group]) -> list[list[tuple[str, float]]]:
+    return [[(response.text, response.reward) for response in group.samples] for group in groups]
 
 
 if __name__ == "__main__":

@@ -67,21 +67,21 @@ def weigh(case: dict[str, Any]) -> dict[str, int]:
         "gradients": sum(storages(buffer.grad_data for buffer in buffers).values()),
         "optimizer": sum(moments.values())
         + sum(size for place, size in masters.items() if place not in weights),
-        "kept": kept(trainer, case["tokens"], weights),
+        "kept": storage_bytes(trainer, case["tokens"], weights),
     }
 
 
-def kept(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
+def storage_bytes(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
     """The bytes that autograd holds at the end of the forward pass of one microbatch of `tokens` on
     this rank.
     """
-    found: dict[int, torch.Tensor] = {}
+    tensors_by_pointer: dict[int, torch.Tensor] = {}
     backward = False
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not backward and tensor.untyped_storage().data_ptr() not in weights:
             # held, so that its memory is not reused
-            found[tensor.untyped_storage().data_ptr()] = tensor
+            tensors_by_pointer[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def kept(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
     one = TrainSequence(token_ids=ids, loss_mask=mask, mu_logprobs=zeros, advantages=ones)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         trainer.train_step([one] * trainer.topology.dp, negative_sum, 1.0)
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_by_pointer.values())
 
 
 def main() -> None:
@@ -110,8 +110,8 @@ def main() -> None:
         world_size=int(world_size),
         timeout=timeout,
     )
-    found = [weigh(case) for case in json.loads(Path(cases).read_text())]
-    Path(out).write_text(json.dumps(found))
+    weights = [weigh(case) for case in json.loads(Path(cases).read_text())]
+    Path(out).write_text(json.dumps(weights))
     dist.destroy_process_group()
 
 

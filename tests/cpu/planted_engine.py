@@ -46,9 +46,9 @@ def plant(result: Any, model: Any, *_: Any) -> None:
     KEPT.append(weight * 6)
     original = layer.quant_method.process_weights_after_loading
 
-    def process(of: Any) -> None:
-        original(of)
-        if of is layer:
+    def process(process_layer: Any) -> None:
+        original(process_layer)
+        if process_layer is layer:
             layer.derived = weight * 7
 
     layer.quant_method.process_weights_after_loading = process

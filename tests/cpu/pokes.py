@@ -28,8 +28,8 @@ REPLACE = "replace"  # flip a bit in place; replace the tensor by a copy with a 
 class Poke(msgspec.Struct, frozen=True):
     name: str
     rank: int  # TP rank
-    how: str
-    at: int  # byte
+    action: str
+    offset: int  # in bytes
     trigger: str
 
 
@@ -51,21 +51,21 @@ def _wait_and_do(model: torch.nn.Module, poke: Poke) -> None:
         **{name: values for name, values, _ in watch._tensors(model)},
     }
     values = tensors[poke.name].detach()
-    if poke.how == REPLACE:
-        module, _, own = poke.name.rpartition(".")
+    if poke.action == REPLACE:
+        module, _, qualified_name = poke.name.rpartition(".")
         values = values.clone()
-        setattr(model.get_submodule(module), own, values)
-    byte = ctypes.c_ubyte.from_address(values.data_ptr() + poke.at)  # without torch
+        setattr(model.get_submodule(module), qualified_name, values)
+    byte = ctypes.c_ubyte.from_address(values.data_ptr() + poke.offset)  # without torch
     byte.value ^= 4
     trigger.unlink()
 
 
 def poke(
-    generator: Any, folder: Path, name: str, rank: int = 0, how: str = FLIP, at: int = 5
+    generator: Any, folder: Path, name: str, rank: int = 0, action: str = FLIP, offset: int = 5
 ) -> None:
     """Changes the tensor before it returns. A second call restores a flipped bit."""
     trigger = folder / "poke"
-    payload = tensor_payload(msgspec.json.encode(Poke(name, rank, how, at, str(trigger))))
+    payload = tensor_payload(msgspec.json.encode(Poke(name, rank, action, offset, str(trigger))))
     body = {
         "serialized_named_tensors": [payload] * generator.engine.tp,
         "load_format": LOADER,

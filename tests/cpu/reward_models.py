@@ -65,7 +65,7 @@ def served_scores(folder: Path, sequences: Sequence[Sequence[int]], log: Path) -
                     -4000:
                 ]
                 time.sleep(0.2)
-        asked = (
+        answers = (
             requests.post(
                 f"{engine.url}/encode",
                 json={"input_ids": list(ids)},
@@ -74,4 +74,4 @@ def served_scores(folder: Path, sequences: Sequence[Sequence[int]], log: Path) -
             )
             for ids in sequences
         )
-        return [answer.json()["embedding"][0] for answer in asked]
+        return [answer.json()["embedding"][0] for answer in answers]

@@ -34,8 +34,8 @@ class WideFormat(RoutingFormat):
         """(ids as RoutingFormat packs them, weights [positions, layers, experts per token]
         float32).
         """
-        both = np.frombuffer(packed, "<i4").reshape(-1, self.layers, 2, self.top_k)
-        return self.pack(both[:, :, 0]), np.ascontiguousarray(both[:, :, 1]).view(np.float32)
+        layers = np.frombuffer(packed, "<i4").reshape(-1, self.layers, 2, self.top_k)
+        return self.pack(layers[:, :, 0]), np.ascontiguousarray(layers[:, :, 1]).view(np.float32)
 
 
 def main() -> None:
@@ -68,20 +68,20 @@ _now: list[torch.Tensor] = []  # weights of the ids that are recorded next
 
 
 def _twice_as_wide(
-    original: Callable[..., None], *given: Any, topk_size: int, **settings: Any
+    original: Callable[..., None], *arguments: Any, topk_size: int, **settings: Any
 ) -> None:
-    original(*given, topk_size=2 * topk_size, **{**settings, "device_topk_size": 2 * topk_size})
+    original(*arguments, topk_size=2 * topk_size, **{**settings, "device_topk_size": 2 * topk_size})
 
 
 def _with_weights(
     original: Callable[..., Any],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    *given: Any,
+    *arguments: Any,
     **settings: Any,
 ) -> Any:
     _now[:] = [topk_weights]
-    return original(topk_ids, topk_weights, *given, **settings)
+    return original(topk_ids, topk_weights, *arguments, **settings)
 
 
 def _behind_the_ids(

@@ -65,7 +65,7 @@ def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]
     trainer.load_hf(scenario["model"])
     batch = sequences(trainer.spec.vocab_size)
     one_step(trainer, batch)
-    held = state()
+    before = state()
     checkpoint.save(
         trainer,
         out / "alone",
@@ -83,7 +83,7 @@ def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]
         time.sleep(0.01)
     saving.finish()
     export.finish()
-    moved = any(not torch.equal(now, held[name]) for name, now in state().items())
+    moved = any(not torch.equal(now, before[name]) for name, now in state().items())
     assert checkpoint.load(trainer, out / "beside") == {"step": 1}
     loaded = state()
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -97,7 +97,7 @@ def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]
         message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     checkpoint.begin(trainer, out / "after", {"step": 1}, beside=True).finish()
-    left = [
+    leftover_files = [
         name
         for name in (
             "after",
@@ -110,11 +110,16 @@ def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]
         )
         if (out / name).exists()
     ]
-    found = {"there_before_finish": before_finish, "moved": moved, "message": message, "left": left}
+    results = {
+        "there_before_finish": before_finish,
+        "moved": moved,
+        "message": message,
+        "left": leftover_files,
+    }
     return {
-        **found,
+        **results,
         "loaded": {n: v.tolist() for n, v in loaded.items()},
-        "held": {n: v.tolist() for n, v in held.items()},
+        "held": {n: v.tolist() for n, v in before.items()},
     }
 
 
@@ -130,11 +135,9 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     from megarl.trainer import checkpoint
     from megarl.trainer.hf_io import Writing
 
-    trainer, run_dir, held_back = (
-        make(scenario, plain_adam(lr=1e-2)),
-        out / "run",
-        threading.Event(),
-    )
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    run_dir = out / "run"
+    held_back = threading.Event()
     trainer.load_hf(scenario["model"])
     keys = [f"run_dir={run_dir}", "max_steps=4", "checkpoint.every=3", "checkpoint.hf_every=2"]
     saving = Saving(
@@ -150,17 +153,17 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     export_path(run_dir, 2).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     saving.after_step(2, dict, last=False)
-    found: dict[str, Any] = {"old_export": export_path(run_dir, 2).exists()}
+    results: dict[str, Any] = {"old_export": export_path(run_dir, 2).exists()}
     saving.after_step(3, dict, last=False)
 
     def release() -> None:
         time.sleep(1.0)
-        found["checkpoint_before_export"] = checkpoint_path(run_dir, 3).exists()
+        results["checkpoint_before_export"] = checkpoint_path(run_dir, 3).exists()
         held_back.set()
 
     threading.Thread(target=release).start()
     saving.after_step(4, dict, last=True)
-    found["there"] = [
+    results["there"] = [
         path(run_dir, step).exists()
         for path, step in ((export_path, 2), (checkpoint_path, 3), (checkpoint_path, 4))
     ]
@@ -176,8 +179,8 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         try:
             fail()
         except RuntimeError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -211,12 +214,12 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         exported = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     dist.barrier()
-    left = sorted(path.name for path in checkpoint_path(root, 2).parent.iterdir())
+    leftover_files = sorted(path.name for path in checkpoint_path(root, 2).parent.iterdir())
     checkpoint.load(trainer, str(checkpoint_path(root, 1)))
     return {
         "message": message,
         "exported": exported,
-        "left": left,
+        "left": leftover_files,
         "before": before,
         "after": all_logprobs(trainer, probe),
     }
@@ -238,25 +241,25 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         {"step": 1},
         {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {},
     )
-    said = {}
+    messages = {}
     for file in sorted(folder.iterdir()):
         content = file.read_bytes()
         dist.barrier()  # all ranks have read it before it is damaged
-        for damage, harmed in damages(content).items():
+        for damage, harmed in damaged_contents(content).items():
             if dist.get_rank() == 0:
                 file.unlink() if harmed is None else file.write_bytes(harmed)
             dist.barrier()
             try:
                 checkpoint.load(trainer, folder)
-                said[file.name, damage] = ""
+                messages[file.name, damage] = ""
             except RuntimeError as error:
-                said[file.name, damage] = f"{type(error).__name__}: {error}"
+                messages[file.name, damage] = f"{type(error).__name__}: {error}"
             dist.barrier()
             if dist.get_rank() == 0:
                 file.write_bytes(content)
     dist.barrier()
     return {
-        "said": said,
+        "said": messages,
         "of_copy": said_of_copy(trainer, folder),
         "whole": checkpoint.load(trainer, folder),
     }
@@ -273,7 +276,7 @@ def said_of_copy(trainer: Any, folder: Path) -> str:
     if dist.get_rank() == 0:
         shutil.copytree(folder, copy)
         tensors = copy / "rank_00001.bin"
-        tensors.write_bytes(damages(tensors.read_bytes())["bit of byte 0"])
+        tensors.write_bytes(damaged_contents(tensors.read_bytes())["bit of byte 0"])
     dist.barrier()
     try:
         load_checkpoint(trainer, str(copy), original=str(folder))
@@ -284,9 +287,9 @@ def said_of_copy(trainer: Any, folder: Path) -> str:
     return ""
 
 
-def damages(content: bytes) -> dict[str, Any]:
+def damaged_contents(content: bytes) -> dict[str, Any]:
     """Ways to damage a file. None: the file is deleted."""
-    found: dict[str, Any] = {
+    damaged_bytes: dict[str, Any] = {
         "missing": None,
         "empty": b"",
         "cut short": content[:-1],
@@ -295,8 +298,8 @@ def damages(content: bytes) -> dict[str, Any]:
     for place in sorted({0, len(content) // 3, len(content) // 2, len(content) - 1}):
         flipped = bytearray(content)
         flipped[place] ^= 1 << place % 8
-        found[f"bit of byte {place}"] = bytes(flipped)
-    return found
+        damaged_bytes[f"bit of byte {place}"] = bytes(flipped)
+    return damaged_bytes
 
 
 def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -309,7 +312,7 @@ def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     one_step(trainer, sequences(trainer.spec.vocab_size))
-    said = {}
+    messages = {}
     for kinds in scenario["kinds"]:
         run = runs(trainer)["decoder.final_layernorm.weight"]
         before = {kind: run.values[kind].clone() for kind in kinds}
@@ -319,12 +322,12 @@ def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]
         try:
             checkpoint.save(trainer, out / "differing", {})
         except RuntimeError as error:
-            said["+".join(kinds)] = f"{type(error).__name__}: {error}"
+            messages["+".join(kinds)] = f"{type(error).__name__}: {error}"
         for kind, values in before.items():
             run.values[kind].copy_(values)
-    left = [path.name for path in out.glob("differing*")]
+    leftover_folders = [path.name for path in out.glob("differing*")]
     checkpoint.save(trainer, out / "alike", {})
-    return {"said": said, "left": left}
+    return {"said": messages, "left": leftover_folders}
 
 
 def scenario_disk_that_lies(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -388,8 +391,8 @@ def scenario_offloaded(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
             if kind in run.values
         }
 
-    own = OptimizerConfig(offload=scenario["offload"])
-    trainer = make(scenario | {"trainer": {"optimizer": own}}, plain_adam(lr=1e-2))
+    optimizer = OptimizerConfig(offload=scenario["offload"])
+    trainer = make(scenario | {"trainer": {"optimizer": optimizer}}, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     batch = sequences(trainer.spec.vocab_size)
     folder = out / f"{scenario['name']}.checkpoint"

@@ -42,24 +42,24 @@ DEADLINE_S = 60
 def digest(trainer: Any) -> str:
     from megarl.trainer.checkpoint import SAVED, runs
 
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, run in sorted(runs(trainer).items()):
         for kind in SAVED:
-            found.update(
+            hasher.update(
                 f"{name} {kind}".encode() + run.values[kind].detach().contiguous().numpy().tobytes()
             )
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def known_digests(run_dir: Path) -> dict[int, str]:
-    """The digests by step. Raises AssertionError if a step was made twice with different results."""
-    found: dict[int, str] = {}
+    """The digests by step. Raises AssertionError if a step was made twice and differs."""
+    digests: dict[int, str] = {}
     for line in (run_dir / STEPS).read_text().splitlines() if (run_dir / STEPS).exists() else ():
         entry = json.loads(line)
-        assert found.setdefault(entry["step"], entry["digest"]) == entry["digest"], (
+        assert digests.setdefault(entry["step"], entry["digest"]) == entry["digest"], (
             f"step {entry['step']} was repeated differently"
         )
-    return found
+    return digests
 
 
 def live(model: str, run_dir: Path) -> None:
@@ -67,8 +67,9 @@ def live(model: str, run_dir: Path) -> None:
 
     trainer = make({"model": model, "topology": {}}, plain_adam(lr=1e-2), total_steps=10_000)
     step = 0
-    if there := complete_checkpoints(run_dir):
-        step, newest = there[-1]
+    checkpoints = complete_checkpoints(run_dir)
+    if checkpoints:
+        step, newest = checkpoints[-1]
         assert checkpoint.load(trainer, newest) == {"step": step}
         assert digest(trainer) == known_digests(run_dir)[step], (
             f"checkpoint {step} is not what was held then"
@@ -95,7 +96,8 @@ def live(model: str, run_dir: Path) -> None:
 
 
 def fork(model: str, run_dir: Path) -> int:
-    if child := os.fork():
+    child = os.fork()
+    if child:
         return child
     try:
         torch.set_num_threads(1)
@@ -118,7 +120,7 @@ def wait_for(run_dir: Path, steps: float, deadline: float) -> None:
         path = run_dir / STEPS
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    began = time.monotonic()
+    start_s = time.monotonic()
     before = made()
     while (
         made() < before + int(steps)
@@ -126,7 +128,7 @@ def wait_for(run_dir: Path, steps: float, deadline: float) -> None:
         and time.monotonic() < deadline
     ):
         time.sleep(0.005)
-    step_s = (time.monotonic() - began) / int(steps) if steps >= 1 else 0.2
+    step_s = (time.monotonic() - start_s) / int(steps) if steps >= 1 else 0.2
     time.sleep((steps - int(steps)) * step_s)
 
 
@@ -143,7 +145,7 @@ def main() -> None:
     for _ in range(kills):
         (run_dir / READY).unlink(missing_ok=True)
         remove_leftovers(run_dir)
-        began = max((step for step, _ in complete_checkpoints(run_dir)), default=0)
+        first_step = max((step for step, _ in complete_checkpoints(run_dir)), default=0)
         child = fork(model, run_dir)
         deadline = time.monotonic() + DEADLINE_S
         while (
@@ -159,7 +161,7 @@ def main() -> None:
         print(
             json.dumps(
                 {
-                    "began": began,
+                    "began": first_step,
                     "steps": max(known_digests(run_dir), default=0),
                     "failure": failure,
                 }

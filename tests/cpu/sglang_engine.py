@@ -186,16 +186,16 @@ def hf_experts(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """[L, layers, experts per token]: the experts that a Qwen3-MoE's routers choose for the tokens,
     in ascending order.
     """
-    chosen: list[torch.Tensor] = []
+    experts: list[torch.Tensor] = []
     routers = [layer.mlp.gate for layer in model.model.layers]
     hooks = [
-        router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+        router.register_forward_hook(lambda _, __, output: experts.append(output[2]))
         for router in routers
     ]
     model(torch.tensor([tokens]))
     for hook in hooks:
         hook.remove()
-    return torch.stack(chosen, dim=1).sort(dim=-1)[0]
+    return torch.stack(experts, dim=1).sort(dim=-1)[0]
 
 
 @torch.no_grad()
@@ -210,33 +210,36 @@ def sampled_by(
     differs. Every token must belong to a model.
     """
     tokens = torch.tensor([[*prompt, *completion.token_ids]])
-    found = []
+    versions = []
     cache = None
     cached = 0  # the number of cached tokens
     for number, model in enumerate(models):
-        if len(found) == len(completion.token_ids):
+        if len(versions) == len(completion.token_ids):
             break
         logits = (
             model(tokens[:, cached:-1], past_key_values=copy.deepcopy(cache), use_cache=True)
             .logits[0]
             .float()
         )
-        ours = torch.log_softmax(logits, -1).gather(-1, tokens[0, cached + 1 :, None])[:, 0]
-        at = len(prompt) + len(found)
+        logprobs_here = torch.log_softmax(logits, -1).gather(-1, tokens[0, cached + 1 :, None])[
+            :, 0
+        ]
+        position = len(prompt) + len(versions)
         wrong = (
-            ours[at - cached - 1 :] - torch.tensor(completion.logprobs[len(found) :])
+            logprobs_here[position - cached - 1 :]
+            - torch.tensor(completion.logprobs[len(versions) :])
         ).abs() > tolerance
         count = wrong.int().argmax().item() if wrong.any() else len(wrong)
-        found += [number] * count
+        versions += [number] * count
         if count:  # the model that samples the next token computes this one's keys and values
             cache = model(
-                tokens[:, cached : at + count - 1], past_key_values=cache, use_cache=True
+                tokens[:, cached : position + count - 1], past_key_values=cache, use_cache=True
             ).past_key_values
-            cached = at + count - 1
-    assert len(found) == len(completion.token_ids), (
-        f"token {len(found)} is none's, after {Counter(found)} of each"
+            cached = position + count - 1
+    assert len(versions) == len(completion.token_ids), (
+        f"token {len(versions)} is none's, after {Counter(versions)} of each"
     )
-    return found
+    return versions
 
 
 def hf_difference(
@@ -250,7 +253,7 @@ def hf_difference(
     0.3. That happens to one token in fifty. Wrong weights or wrong routing change most tokens.
     """
     return _mean_difference(
-        [torch.tensor(each) for each in logprobs],
+        [torch.tensor(row) for row in logprobs],
         _token_logprobs(sequences, checkpoint, torch.float32),
     )
 
@@ -265,8 +268,8 @@ def hf_rounding(sequences: list[list[int]], checkpoint: Path, dtype: str) -> flo
     if dtype == "float32":
         return 1e-5
     rounded, exact = (
-        _token_logprobs(sequences, checkpoint, each)
-        for each in (getattr(torch, dtype), torch.float32)
+        _token_logprobs(sequences, checkpoint, dtype_of_run)
+        for dtype_of_run in (getattr(torch, dtype), torch.float32)
     )
     return 3 * _mean_difference(rounded, exact)
 
@@ -276,13 +279,13 @@ def _token_logprobs(
 ) -> list[torch.Tensor]:
     model = hf_model(checkpoint, dtype)
     return [
-        hf_logprobs(model, each).gather(-1, torch.tensor(each[1:])[:, None])[:, 0]
-        for each in sequences
+        hf_logprobs(model, sequence).gather(-1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        for sequence in sequences
     ]
 
 
-def _mean_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    return (torch.cat(ours) - torch.cat(theirs)).abs().mean().item()
+def _mean_difference(rows: list[torch.Tensor], reference_rows: list[torch.Tensor]) -> float:
+    return (torch.cat(rows) - torch.cat(reference_rows)).abs().mean().item()
 
 
 def free_port() -> int:

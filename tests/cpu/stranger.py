@@ -49,8 +49,8 @@ def exchange(port: int, *sent: bytes, answer_s: float = ANSWER_S) -> bytes:
             connection.settimeout(answer_s)
             received = b""
             try:
-                for each in sent:
-                    connection.sendall(each)
+                for message in sent:
+                    connection.sendall(message)
                     with contextlib.suppress(TimeoutError):  # not every message needs an answer
                         received += connection.recv(4096)
             except OSError:
@@ -70,8 +70,8 @@ def mechanism(port: int) -> str:
             connection.settimeout(LONG_S)
             connection.sendall(greeting(b"")[:12])
             received = b""
-            while len(received) < GREETING and (more := connection.recv(GREETING)):
-                received += more
+            while len(received) < GREETING and (received_bytes := connection.recv(GREETING)):
+                received += received_bytes
     except OSError:
         return ""
     return (
@@ -100,21 +100,21 @@ def try_port(port: int, marker: str) -> dict:
     wrapped = zmq_message(
         b"\x82\xa4type\xadPickleWrapper\xa4data\xc4" + bytes([len(pickled)]) + pickled
     )
-    found = {"port": port, "open": exchange(port) is not None}
-    if found["open"]:
-        found["zmq"] = mechanism(port)
+    result = {"port": port, "open": exchange(port) is not None}
+    if result["open"]:
+        result["zmq"] = mechanism(port)
         exchange(port, greeting(b"NULL"), ready, payload, wrapped)
         exchange(port, pickle.dumps(Creates(f"{marker}.{port}")))
         request = b"GET /server_info HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        http = exchange(port, request, answer_s=ANSWER_S if found["zmq"] else LONG_S)
-        found["http"] = (
+        http = exchange(port, request, answer_s=ANSWER_S if result["zmq"] else LONG_S)
+        result["http"] = (
             http.split(b" ")[1].decode(errors="replace") if http.startswith(b"HTTP/") else ""
         )
-        found["store"] = exchange(port, TORCH_STORE).hex()
+        result["store"] = exchange(port, TORCH_STORE).hex()
         exchange(port, GLOO, os.urandom(1 << 16))
         # the beginning of a handshake of 8 GiB
         exchange(port, greeting(b"CURVE"), b"\x06" + struct.pack(">Q", 1 << 33), STREAMED)
-    return found
+    return result
 
 
 def can(path: str) -> bool:
@@ -130,10 +130,10 @@ def can(path: str) -> bool:
 
 
 def can_connect(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as each:
-        each.settimeout(CONNECT_S)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(CONNECT_S)
         try:
-            each.connect(path)
+            client.connect(path)
             return True
         except OSError:
             return False

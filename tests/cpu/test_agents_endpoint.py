@@ -64,14 +64,14 @@ class Calculating:
         text = TOKENIZER.decode_all(prompt_ids)
         task, _, result = text.partition("<user>")[2].partition("=<assistant>")
         if "<tool>" in result:
-            said = result.rpartition("<tool>")[2].removesuffix("<assistant>")
+            answer = result.rpartition("<tool>")[2].removesuffix("<assistant>")
         else:
-            said = (
+            answer = (
                 '<tool_call>{"name": "calculate", "arguments": {"expression": "'
                 + task
                 + '"}}</tool_call>'
             )
-        ids = [TOKENIZER.backend.get_vocab()[letter] for letter in said] + [EOS]
+        ids = [TOKENIZER.backend.get_vocab()[letter] for letter in answer] + [EOS]
         return [
             Completion(ids, [-0.25] * len(ids), [len(self.asked)] * len(ids), "stop")
             for _ in range(n)
@@ -229,7 +229,10 @@ def test_a_program_that_fails_has_the_reward_that_was_asked_for(
     [sample] = roll_out(Calculating(), command=script(code), on_crash=-0.5, **arguments).samples
     assert sample.reward == -0.5 and sample.metrics[f"failed_{kind}"] == 1.0
     assert (
-        sum(sample.metrics[f"failed_{each}"] for each in ("exit", "deadline", "limits", "reward"))
+        sum(
+            sample.metrics[f"failed_{failure_kind}"]
+            for failure_kind in ("exit", "deadline", "limits", "reward")
+        )
         == 1.0
     )
     assert [(failure.kind, failure.part) for failure in sample.failures] == [
@@ -238,11 +241,11 @@ def test_a_program_that_fails_has_the_reward_that_was_asked_for(
 
 
 def test_a_program_that_never_calls_ends_the_run_with_its_errors():
-    told = (
+    message = (
         r"sampled nothing .* for 1 of the last 1 prompts, more than "
         r"rollout.args.max_unanswered=0 .* exit status 1(.|\n)*ZeroDivisionError"
     )
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         roll_out(Calculating(), command=script("1 / 0"), retries=1, max_unanswered=0.0)
 
 
@@ -261,7 +264,7 @@ TOO_LONG = "print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"
 
 
 @pytest.mark.parametrize(
-    ("code", "word", "prompt", "starts", "told"),
+    ("code", "word", "prompt", "starts", "message"),
     [
         ("1 / 0", "", "6*7=", 2, "no call of it was answered: exit status 1"),
         (
@@ -282,15 +285,16 @@ TOO_LONG = "print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"
         ("call()", "{prompt}", "6*7=\0", 0, "has the character NUL"),
     ],
 )
-def test_an_episode_without_an_answered_call_is_counted_and_its_prompt_dropped(
+def test_unanswered_episode_is_counted_and_its_prompt_dropped(
     code: str,
     word: str,
     prompt: str,
     starts: int,
-    told: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
+    """An episode is unanswered if none of its calls was answered."""
     code = f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\n{code}"
     group = roll_out(
         Calculating(), command=[*script(code), word], retries=1, on_crash=-0.5, prompt=prompt
@@ -305,7 +309,7 @@ def test_an_episode_without_an_answered_call_is_counted_and_its_prompt_dropped(
     assert (tmp_path / "starts").exists() == bool(starts) and (
         not starts or (tmp_path / "starts").stat().st_size == starts
     )
-    assert told in capsys.readouterr().out
+    assert message in capsys.readouterr().out
     dropped = judged(pack(group), RunConfig())
     assert dropped.dropped and not dropped.pieces
 
@@ -317,16 +321,17 @@ def test_the_longest_word_that_linux_takes_is_given():
     assert group.samples[0].finish_reason == "stop"
 
 
-def test_an_unanswered_episode_drops_its_whole_group_and_what_the_others_sampled_is_shown(
+def test_unanswered_episode_drops_its_group(
     tmp_path: Path,
 ):
+    """What the group's other episodes sampled is shown."""
     code = f"import os\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept OSError: call()"
     group = roll_out(Calculating(), n=2, command=script(code), retries=0)
     assert sorted(sample.finish_reason for sample in group.samples) == ["stop", "unanswered"]
     assert judged(pack(group), RunConfig()).dropped
     batch = batch_of([group])
-    told = dropped_metrics(replace(batch, groups=[], dropped=batch.groups))
-    assert told == {
+    metrics = dropped_metrics(replace(batch, groups=[], dropped=batch.groups))
+    assert metrics == {
         "prompts/unanswered": 1,
         "prompts/dropped": 0,
         "prompts/dropped_right": 0,
@@ -334,7 +339,7 @@ def test_an_unanswered_episode_drops_its_whole_group_and_what_the_others_sampled
     }
 
 
-def test_the_run_ends_if_more_than_a_share_of_recent_prompts_is_unanswered():
+def test_run_ends_if_too_many_recent_prompts_are_unanswered():
     played: list[Group] = []
     with pytest.raises(
         RuntimeError,
@@ -358,7 +363,7 @@ def test_an_engine_that_fails_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("tool_choice='required'", "no call can be forced"),
         ("response_format={'type': 'json_object'}", "no format can be forced"),
@@ -371,8 +376,8 @@ def test_an_engine_that_fails_ends_the_run():
         ("messages=[{'role': 'user', 'content': 'a' * 300}]", "context_length_exceeded"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_in_words(body: str, told: str):
-    code = f"call(); print(json.dumps({{'reward': float({told!r} in call({body}))}}))"
+def test_what_cannot_be_honoured_is_refused_in_words(body: str, message: str):
+    code = f"call(); print(json.dumps({{'reward': float({message!r} in call({body}))}}))"
     assert roll_out(Calculating(), command=script(code), reward="program").samples[0].reward == 1.0
 
 
@@ -418,7 +423,8 @@ print(1)
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_a_sandbox_has_no_network_and_a_bwrap_none_of_the_hosts_files(kind: str, tmp_path: Path):
+def test_sandbox_has_no_network_and_no_file_of_the_host(kind: str, tmp_path: Path):
+    """Only bwrap hides the host's files."""
     (tmp_path / "secret").write_text("secret")
     code = f"""
 import socket

@@ -44,7 +44,7 @@ WITHOUT_TOOLS = replace(TEMPLATE, variants={"default": WithoutTools()})
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
 
 
-class Saying:
+class FixedCompletions:
     """A fake of generate: says given texts, one id a character, up to the first stop string or the
     end-of-text.
     """
@@ -55,25 +55,31 @@ class Saying:
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         self.asked.append(TOKENIZER.decode_all(prompt_ids))
-        found = []
+        completions = []
         for _ in range(n):
             text = self.texts.pop(0)
-            ends = [at + len(string) for string in sampling.stop if (at := text.find(string)) >= 0]
+            ends = [
+                position + len(string)
+                for string in sampling.stop
+                if (position := text.find(string)) >= 0
+            ]
             ids = [
                 TOKENIZER.backend.get_vocab()[letter]
                 for letter in text[: min(ends, default=len(text))]
             ]
             ids = (ids if ends else [*ids, EOS])[: sampling.max_tokens]
             logprobs = [-0.25 * (number + 1) for number in range(len(ids))]
-            found.append(
+            completions.append(
                 Completion(
                     ids, logprobs, [0] * len(ids), "stop" if ends or ids[-1] == EOS else "length"
                 )
             )
-        return found
+        return completions
 
 
-def talk(policy: Saying, agent: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> Episode:
+def talk(
+    policy: FixedCompletions, agent: Callable[[Any, Any], Coroutine[Any, Any, None]]
+) -> Episode:
     """Lets an agent call the policy with clients of both packages. Returns its episode."""
 
     async def run() -> Episode:
@@ -81,9 +87,11 @@ def talk(policy: Saying, agent: Callable[[Any, Any], Coroutine[Any, Any, None]])
             url = f"http://127.0.0.1:{to.port}"
             async with (
                 openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=to.key, max_retries=0) as one,
-                anthropic.AsyncAnthropic(base_url=url, api_key=to.key, max_retries=0) as other,
+                anthropic.AsyncAnthropic(
+                    base_url=url, api_key=to.key, max_retries=0
+                ) as anthropic_client,
             ):
-                await agent(one, other)
+                await agent(one, anthropic_client)
             return episode
 
     return asyncio.run(run())
@@ -110,7 +118,7 @@ def test_stop_of_openai(stop: Any):
             and parts[-1].finish_reason == "stop"
         )
 
-    policy = Saying("thinkObserve", "bOb")
+    policy = FixedCompletions("thinkObserve", "bOb")
     episode = talk(policy, agent)
     assert (
         policy.asked[1] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>"
@@ -121,8 +129,8 @@ def test_stop_of_openai(stop: Any):
 
 def test_stop_sequences_of_anthropic():
     async def agent(_: Any, client: Any) -> None:
-        asked = {"model": "x", "max_tokens": 50, "stop_sequences": ["Q", "Ob"]}
-        one = await client.messages.create(messages=[USER], **asked)
+        request = {"model": "x", "max_tokens": 50, "stop_sequences": ["Q", "Ob"]}
+        one = await client.messages.create(messages=[USER], **request)
         assert (one.content[0].text, one.stop_reason, one.stop_sequence) == (
             "think",
             "stop_sequence",
@@ -133,50 +141,50 @@ def test_stop_sequences_of_anthropic():
             {"role": "assistant", "content": one.content[0].text},
             {"role": "user", "content": "7"},
         ]
-        async with client.messages.stream(messages=messages, **asked) as stream:
+        async with client.messages.stream(messages=messages, **request) as stream:
             two = await stream.get_final_message()
         assert (two.content[0].text, two.stop_reason, two.stop_sequence) == (
             "b",
             "stop_sequence",
             "Q",
         )
-        three = await client.messages.create(messages=[USER], **asked)
+        three = await client.messages.create(messages=[USER], **request)
         assert (three.content[0].text, three.stop_reason, three.stop_sequence) == (
             "c",
             "end_turn",
             None,
         )
 
-    episode = talk(Saying("thinkObserve", "bQ", "c"), agent)
+    episode = talk(FixedCompletions("thinkObserve", "bQ", "c"), agent)
     assert len(episode.tree.leaves()) == 2
 
 
 def test_logprobs_are_those_that_were_sampled():
     async def agent(client: Any, _: Any) -> None:
-        asked = {"model": "x", "messages": [USER], "logprobs": True, "top_logprobs": 0}
-        one = (await client.chat.completions.create(**asked)).choices[0].logprobs.content
-        assert [(each.token, each.logprob, each.bytes, each.top_logprobs) for each in one] == [
+        request = {"model": "x", "messages": [USER], "logprobs": True, "top_logprobs": 0}
+        one = (await client.chat.completions.create(**request)).choices[0].logprobs.content
+        assert [(token.token, token.logprob, token.bytes, token.top_logprobs) for token in one] == [
             ("a", -0.25, [97], []),
             ("<", -0.5, [60], []),
         ]
         parts = [
             chunk.choices[0]
-            async for chunk in await client.chat.completions.create(**asked, stream=True)
+            async for chunk in await client.chat.completions.create(**request, stream=True)
         ]
         assert [
-            each.token for part in parts if part.logprobs for each in part.logprobs.content
+            token.token for part in parts if part.logprobs for token in part.logprobs.content
         ] == ["b"]
         assert (await client.chat.completions.create(model="x", messages=[USER])).choices[
             0
         ].logprobs is None
 
-    talk(Saying("a<", "b", "c"), agent)
+    talk(FixedCompletions("a<", "b", "c"), agent)
 
 
 def test_fields_that_ask_for_nothing_else_are_taken():
     """Fields of the package's own signature, and fields that agents add for other servers."""
 
-    async def agent(client: Any, other: Any) -> None:
+    async def agent(client: Any, anthropic_client: Any) -> None:
         harmless = {
             "frequency_penalty": 0.0,
             "presence_penalty": 0,
@@ -229,7 +237,7 @@ def test_fields_that_ask_for_nothing_else_are_taken():
             and chunks[-2].choices[0].finish_reason == "tool_calls"
         )
         [call] = chunks[0].choices[0].delta.tool_calls
-        said = {
+        texts = {
             "role": "assistant",
             "name": "solver",
             "content": None,
@@ -237,7 +245,7 @@ def test_fields_that_ask_for_nothing_else_are_taken():
             "audio": None,
             "function_call": None,
         }
-        said["tool_calls"] = [call.model_dump(exclude={"index"})]
+        texts["tool_calls"] = [call.model_dump(exclude={"index"})]
         result = {
             "role": "tool",
             "tool_call_id": call.id,
@@ -245,7 +253,7 @@ def test_fields_that_ask_for_nothing_else_are_taken():
             "name": "calculate",
         }
         two = await client.chat.completions.create(
-            model="x", messages=[*messages, said, result], **{**harmless, "stream_options": None}
+            model="x", messages=[*messages, texts, result], **{**harmless, "stream_options": None}
         )
         assert two.choices[0].message.content == "42"
         of_anthropic = {
@@ -263,12 +271,12 @@ def test_fields_that_ask_for_nothing_else_are_taken():
                 "top_p": 0.9,
             },
         }
-        three = await other.messages.create(
+        three = await anthropic_client.messages.create(
             model="x", max_tokens=50, messages=[USER], **of_anthropic
         )
         assert three.content[0].text == "3"
 
-    policy = Saying(CALL, "42", "3")
+    policy = FixedCompletions(CALL, "42", "3")
     episode = talk(policy, agent)
     assert (
         policy.asked[1].endswith(f"{CALL}<eos><tool>42<assistant>")
@@ -280,18 +288,18 @@ def test_fields_that_ask_for_nothing_else_are_taken():
 
 
 def test_no_tools_are_shown_where_none_may_be_called():
-    async def agent(client: Any, other: Any) -> None:
+    async def agent(client: Any, anthropic_client: Any) -> None:
         one = await client.chat.completions.create(
             model="x", messages=[USER], tools=[TOOL], tool_choice="none"
         )
         assert one.choices[0].message.content == CALL and one.choices[0].finish_reason == "stop"
         tool = {"name": "calculate", "input_schema": {"type": "object"}}
-        two = await other.messages.create(
+        two = await anthropic_client.messages.create(
             model="x", max_tokens=5, messages=[USER], tools=[tool], tool_choice={"type": "none"}
         )
         assert two.stop_reason == "end_turn"
 
-    policy = Saying(CALL, "a")
+    policy = FixedCompletions(CALL, "a")
     talk(policy, agent)
     assert policy.asked == ["<bos><user>6*7=<assistant>"] * 2
 
@@ -428,19 +436,24 @@ REFUSED = [
 ]
 
 
-def test_what_would_change_what_is_sampled_is_refused_with_the_reason() -> None:
-    policy = Saying()
+def test_fields_that_would_change_the_samples_are_refused() -> None:
+    """The answer names the reason."""
+    policy = FixedCompletions()
 
     async def run() -> None:
         async with served(policy) as (client, _, [to]):
-            for path, name, value, told in REFUSED:
-                status, found = await post(
+            for path, name, value, reason in REFUSED:
+                status, response = await post(
                     client,
                     to,
                     path,
                     {"messages": [USER], "input": "6*7=", "max_tokens": 5, name: value},
                 )
-                assert status == 400 and told in found["error"]["message"], (name, value, found)
+                assert status == 400 and reason in response["error"]["message"], (
+                    name,
+                    value,
+                    response,
+                )
 
     asyncio.run(run())
     assert not policy.asked
@@ -469,21 +482,21 @@ def test_each_known_field_is_honoured_ignored_or_refused(
 ) -> None:
     """The installed packages say which fields there are. Private ones are not part of a request."""
     refused = set(getattr(form, "_NEUTRAL", openai_chat.NEUTRAL))
-    known = {
+    schemas = {
         field
         for field in vars(importlib.import_module(module))[name].__annotations__
         if not field.startswith("_")
     }
-    assert known - form.HONOURED - form.IGNORED - refused == set()
-    for one, other in itertools.combinations(
+    assert schemas - form.HONOURED - form.IGNORED - refused == set()
+    for first, second in itertools.combinations(
         (form.HONOURED, form.IGNORED, refused - form.HONOURED), 2
     ):
-        assert one & other == set()
+        assert first & second == set()
 
 
 @pytest.mark.parametrize("path", [OPENAI, RESPONSES, ANTHROPIC])
 def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
-    """With a template that has no place for tools, the policy would answer as if there were none."""
+    """With a template without a place for tools, the policy would answer as if without tools."""
     tools = {
         OPENAI: TOOL,
         RESPONSES: {"type": "function", **TOOL["function"]},
@@ -491,15 +504,15 @@ def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
     }
 
     async def run() -> None:
-        policy = Saying("42")
+        policy = FixedCompletions("42")
         async with served(policy) as (client, [episode], [to]):
             episode.template = WITHOUT_TOOLS
             body = {"messages": [USER], "input": "6*7=", "max_tokens": 5}
-            status, told = await post(client, to, path, {**body, "tools": [tools[path]]})
-            assert (status, "leaves out the tool 'calculate'" in told["error"]["message"]) == (
+            status, response = await post(client, to, path, {**body, "tools": [tools[path]]})
+            assert (status, "leaves out the tool 'calculate'" in response["error"]["message"]) == (
                 400,
                 True,
-            ), told
+            ), response
             assert not policy.asked
             assert (await post(client, to, path, body))[0] == 200
 

@@ -47,20 +47,24 @@ pytestmark = pytest.mark.timeout(900)
 
 @contextlib.asynccontextmanager
 async def served(
-    generate: Any, count: int = 1, **more: Any
+    generate: Any, count: int = 1, **settings: Any
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[EpisodeAccess]]]:
     """An endpoint with the given number of episodes."""
     opened = Endpoint()
     await opened.open()
     episodes = [
-        Episode(generate, TOKENIZER, TEMPLATE, JsonParser(), SAMPLING, **more) for _ in range(count)
+        Episode(generate, TOKENIZER, TEMPLATE, JsonParser(), SAMPLING, **settings)
+        for _ in range(count)
     ]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(opened.close)
         yield (
             await stack.enter_async_context(aiohttp.ClientSession()),
             episodes,
-            [await stack.enter_async_context(opened.serving(each, None)) for each in episodes],
+            [
+                await stack.enter_async_context(opened.serving(episode, None))
+                for episode in episodes
+            ],
         )
 
 
@@ -258,12 +262,12 @@ def test_what_is_wrong_with_a_request_is_its_answer() -> None:
 
     async def agent() -> None:
         async with served(policy) as (client, [episode], [to]):
-            for path, body, status, told in BAD:
-                found = await post(client, to, path, body)
-                assert found[0] == status and told in found[1]["error"]["message"], (
+            for path, body, status, message in BAD:
+                response = await post(client, to, path, body)
+                assert response[0] == status and message in response[1]["error"]["message"], (
                     path,
                     body if len(str(body)) < 200 else "",
-                    found,
+                    response,
                 )
             assert not policy.asked and not episode.tree.turns and not to.failed.done(), (
                 "nothing of it has reached the policy"
@@ -301,10 +305,10 @@ def mutated(value: Any, noise: random.Random) -> Any:
             ]
         )
     if isinstance(value, dict):
-        kept = {
+        remaining = {
             name: mutated(inner, noise) for name, inner in value.items() if noise.random() > 0.02
         }
-        return kept | (
+        return remaining | (
             {noise.choice(NAMES): mutated(noise.choice(NAMES), noise)}
             if noise.random() < 0.1
             else {}
@@ -351,33 +355,31 @@ WELL_FORMED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), WELL_FORMED, ids=[path for path, _ in WELL_FORMED])
-def test_whatever_is_wrong_with_a_request_it_is_answered_or_refused(
-    path: str, body: dict[str, Any]
-) -> None:
+def test_mutated_requests_are_answered_or_refused(path: str, body: dict[str, Any]) -> None:
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         return [Completion([5, EOS], [-1.0] * 2, [0] * 2, "stop") for _ in range(n)]
 
     async def agent() -> None:
         async with served(generate, max_calls=10_000) as (client, _, [to]):
             assert (await post(client, to, path, body))[0] == 200
-            found: Counter[int] = Counter()
+            statuses: Counter[int] = Counter()
             for seed in range(1500):
                 changed = mutated(body, random.Random(seed))
-                status, told = await post(
+                status, response = await post(
                     client,
                     to,
                     path,
                     {**changed, "stream": False} if isinstance(changed, dict) else changed,
                 )
                 assert not to.failed.done(), (seed, changed, to.failed.exception())
-                assert status == 200 or (status in (400, 404) and told["error"]["message"]), (
+                assert status == 200 or (status in (400, 404) and response["error"]["message"]), (
                     seed,
                     changed,
                     status,
-                    told,
+                    response,
                 )
-                found[status] += 1
-            assert found[200] > 100 and found[400] > 100, found
+                statuses[status] += 1
+            assert statuses[200] > 100 and statuses[400] > 100, statuses
 
     asyncio.run(agent())
 
@@ -387,22 +389,33 @@ def test_compressed_bodies_are_bounded_as_they_unfold() -> None:
         async with served(Calculating()) as (client, _, [to]):
             bomb = gzip.compress(bytes(64 << 20))
             assert (await post(client, to, OPENAI, bomb, **{"Content-Encoding": "gzip"}))[0] == 413
-            status, told = await post(
+            status, response = await post(
                 client, to, OPENAI, b"no gzip", **{"Content-Encoding": "gzip"}
             )
-            assert status == 400 and told["error"]["message"]
+            assert status == 400 and response["error"]["message"]
 
     asyncio.run(agent())
 
 
-def test_the_key_of_another_episode_opens_that_one_alone_and_ends_with_it() -> None:
+def test_key_opens_its_own_episode_and_ends_with_it() -> None:
     async def agent() -> None:
         policy = Calculating()
-        async with served(policy, 2) as (client, [first, second], [one, other]):
-            assert (await post(client, one._replace(key="sk-wrong"), OPENAI, TOO_LONG))[0] == 401
-            assert (await post(client, one._replace(key=other.key), OPENAI, {"messages": [USER]}))[
+        async with served(policy, 2) as (
+            client,
+            [first, second],
+            [first_endpoint, second_endpoint],
+        ):
+            assert (await post(client, first_endpoint._replace(key="sk-wrong"), OPENAI, TOO_LONG))[
                 0
-            ] == 200
+            ] == 401
+            assert (
+                await post(
+                    client,
+                    first_endpoint._replace(key=second_endpoint.key),
+                    OPENAI,
+                    {"messages": [USER]},
+                )
+            )[0] == 200
             assert not first.tree.turns and len(second.tree.turns) == 1
         again = Endpoint()
         await again.open()
@@ -427,13 +440,15 @@ async def open_call(to: EpisodeAccess) -> asyncio.StreamWriter:
     return writer
 
 
-def test_many_connections_of_an_episode_wait_and_are_in_nobodys_way() -> None:
+def test_waiting_connections_of_an_episode_block_no_other() -> None:
     async def agent() -> None:
-        async with served(Calculating(), 2) as (client, _, [one, other]):
-            opened = [await open_call(one) for _ in range(200)]
+        async with served(Calculating(), 2) as (client, _, [first_endpoint, second_endpoint]):
+            opened = [await open_call(first_endpoint) for _ in range(200)]
             await asyncio.sleep(0.2)
-            waiting = asyncio.create_task(post(client, one, OPENAI, {"messages": [USER]}))
-            assert (await post(client, other, OPENAI, {"messages": [USER]}))[0] == 200
+            waiting = asyncio.create_task(
+                post(client, first_endpoint, OPENAI, {"messages": [USER]})
+            )
+            assert (await post(client, second_endpoint, OPENAI, {"messages": [USER]}))[0] == 200
             assert not waiting.done()
             for writer in opened:
                 writer.close()
@@ -509,7 +524,7 @@ def test_calls_that_are_given_up_count_as_refused() -> None:
     asyncio.run(agent())
 
 
-class Watched:
+class WatchedTokenizer:
     """A chat template or tokenizer that records which threads use it, and for what."""
 
     def __init__(self, real: Any):
@@ -517,46 +532,48 @@ class Watched:
         self.seen = list[tuple[int, Any]]()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self._real, name)
+        if not callable(attribute):
+            return attribute
 
-        def called(*arguments: Any, **more: Any) -> Any:
+        def called(*arguments: Any, **keywords: Any) -> Any:
             self.seen.append((threading.get_ident(), arguments[0]))
-            return found(*arguments, **more)
+            return attribute(*arguments, **keywords)
 
         return called
 
 
-def test_what_has_no_room_is_not_tokenised_and_all_else_in_a_thread() -> None:
+def test_too_long_requests_are_not_tokenised() -> None:
+    """All others are tokenised in a thread."""
+
     async def agent() -> None:
-        template = Watched(TEMPLATE)
-        tokenizer = Watched(TOKENIZER)
+        template = WatchedTokenizer(TEMPLATE)
+        tokenizer = WatchedTokenizer(TOKENIZER)
         episode = Episode(Calculating(), tokenizer, template, JsonParser(), SAMPLING)  # type: ignore[arg-type]
         await episode.complete([USER])
         encoded = len(tokenizer.seen)
-        for messages, told in (
+        for messages, message in (
             ([{**USER, "content": "a" * 250_000}], r"2500\d\d characters"),
             ([USER] * 5000, "5000 messages"),
         ):
-            with pytest.raises(Refused, match=f"the maximum context length is exceeded: {told}"):
+            with pytest.raises(Refused, match=f"the maximum context length is exceeded: {message}"):
                 await episode.complete(messages)
         assert len(tokenizer.seen) == encoded
         used = {thread for thread, _ in template.seen} | {
-            thread for thread, what in tokenizer.seen if isinstance(what, str)
+            thread for thread, content in tokenizer.seen if isinstance(content, str)
         }
         assert used and threading.get_ident() not in used
 
     asyncio.run(agent())
 
 
-def test_calls_of_an_episode_are_read_one_after_the_other_also_those_that_are_given_up() -> None:
+def test_calls_of_an_episode_are_read_one_by_one() -> None:
+    """This is so for calls that are given up, too."""
+
     async def agent() -> None:
-        episode, go, running = (
-            Episode(Calculating(), TOKENIZER, TEMPLATE, JsonParser(), SAMPLING),
-            threading.Event(),
-            list[int](),
-        )
+        episode = Episode(Calculating(), TOKENIZER, TEMPLATE, JsonParser(), SAMPLING)
+        go = threading.Event()
+        running = list[int]()
 
         def read() -> None:
             running.append(1)
@@ -614,40 +631,44 @@ def test_a_text_that_a_parser_reads_for_too_long_stays_text(
 
 
 @pytest.mark.long
-def test_parsers_of_sglang_find_calls_and_give_up_beside_the_event_loop() -> None:
+def test_sglang_parsers_run_beside_the_event_loop() -> None:
+    """They find calls, and give up on what they cannot read."""
+
     async def run() -> None:
         parser = find_parser("qwen25", "key")
-        said = '<tool_call>\n{"name": "x", "arguments": {"a": 1}}\n</tool_call>'
+        call_text = '<tool_call>\n{"name": "x", "arguments": {"a": 1}}\n</tool_call>'
         try:
-            assert await parser(said, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
+            assert await parser(call_text, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
             with pytest.raises(ValueError, match="name"):
-                await parser(said, [{"type": "function", "function": {"name": ["x"]}}])
+                await parser(call_text, [{"type": "function", "function": {"name": ["x"]}}])
             text = "<tool_call>\n" * 40_000
             assert await parser(text, TOOLS) == (text, [])
-            assert await parser(said, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
+            assert await parser(call_text, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
         finally:
             await parser.close()
 
     asyncio.run(run())
 
 
-def test_the_calls_of_an_episode_are_bounded_those_in_flight_among_them() -> None:
+def test_calls_of_an_episode_are_bounded() -> None:
+    """Calls in flight count."""
+
     async def agent() -> None:
         async with served(Calculating(), max_calls=5) as (client, [episode], [to]):
-            found = await asyncio.gather(
+            responses = await asyncio.gather(
                 *(post(client, to, OPENAI, {"messages": [USER], "n": 2}) for _ in range(4))
             )
             assert (
-                sorted(status for status, _ in found) == [200, 200, 400, 400]
+                sorted(status for status, _ in responses) == [200, 200, 400, 400]
                 and len(episode.tree.turns) == 4
             )
-            [told, _] = [body["error"]["message"] for status, body in found if status == 400]
-            assert told == "rollout.args.max_calls=5 is the most that an episode may sample"
+            [message, _] = [body["error"]["message"] for status, body in responses if status == 400]
+            assert message == "rollout.args.max_calls=5 is the most that an episode may sample"
 
     asyncio.run(agent())
 
 
-def test_an_agent_that_hangs_up_while_it_is_answered_ends_nothing() -> None:
+def test_agent_that_hangs_up_during_an_answer_ends_nothing() -> None:
     async def agent() -> None:
         async with served(Calculating()) as (client, _, [to]):
             body = json.dumps({"messages": [USER], "stream": True}).encode()
@@ -706,7 +727,8 @@ def test_the_last_line_of_much_output_is_the_reward() -> None:
     assert roll_out(Calculating(), command=script(code), reward="program").samples[0].reward == 0.5
 
 
-def test_a_program_whose_calls_are_all_refused_ends_the_run_with_the_reason() -> None:
+def test_program_with_only_refused_calls_ends_the_run() -> None:
+    """The run's message has the reason."""
     with pytest.raises(
         RuntimeError,
         match=r"sampled nothing .* its last call was refused: the maximum context length is "
@@ -735,14 +757,15 @@ print(float(b" 200 " in answer))
 
 def test_programs_run_at_once() -> None:
     """No call is answered before all programs have called."""
-    count, there = 100, asyncio.Event()
-    asked: list[None] = []
+    count = 100
+    all_calling = asyncio.Event()
+    calls: list[None] = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        asked.append(None)
-        if len(asked) == count:
-            there.set()
-        await there.wait()
+        calls.append(None)
+        if len(calls) == count:
+            all_calling.set()
+        await all_calling.wait()
         return [Completion([5, EOS], [-1.0] * 2, [0] * 2, "stop")]
 
     sandbox = next(kind for kind in ("bwrap", "namespace", "limits") if can(kind))
@@ -812,15 +835,15 @@ def test_an_answer_that_nobody_read_is_no_sample(stream: bool, header: str) -> N
 
     async def agent() -> None:
         async with served(Calculating()) as (_, [episode], [to]):
-            asked = {"messages": [USER], "stream": stream}
-            before = await call_and_close(to, asked, 0, "Connection: close")
+            request = {"messages": [USER], "stream": stream}
+            before = await call_and_close(to, request, 0, "Connection: close")
             assert b"200 OK" in before and len(episode.tree.turns) == 1
-            await call_and_close(to, asked, 1, header)
+            await call_and_close(to, request, 1, header)
             await until(lambda: episode.refused == 1)
             assert len(episode.tree.turns) == 1
             await asyncio.gather(
-                call_and_close(to, asked, 1, header),
-                call_and_close(to, asked, 0, "Connection: close"),
+                call_and_close(to, request, 1, header),
+                call_and_close(to, request, 0, "Connection: close"),
             )
             await until(lambda: episode.refused == 2)
             assert len(episode.tree.leaves()) == 2
@@ -832,12 +855,12 @@ def test_an_answer_that_nobody_read_is_no_sample(stream: bool, header: str) -> N
 def test_a_dropped_turn_comes_back_when_it_is_continued() -> None:
     async def agent() -> None:
         async with served(Calculating()) as (client, [episode], [to]):
-            _, told = await post(client, to, OPENAI, {"messages": [USER]})
+            _, response = await post(client, to, OPENAI, {"messages": [USER]})
             [turn] = episode.tree.turns
             episode.unread([turn])
             assert episode.tree.turns == [] and episode.last_content == ""
-            said = told["choices"][0]["message"]
-            await post(client, to, OPENAI, {"messages": [USER, said, USER]})
+            message = response["choices"][0]["message"]
+            await post(client, to, OPENAI, {"messages": [USER, message, USER]})
             first, second = episode.tree.turns
             assert (first, second.parent, episode.tree.leaves()) == (turn, turn, [second])
             episode.unread([turn])

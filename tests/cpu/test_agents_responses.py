@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_agents_endpoint import TOKENIZER
-from test_agents_fields import CALL, Saying, talk
+from test_agents_fields import CALL, FixedCompletions, talk
 from test_agents_hostile import RESPONSES, USER, post, served
 
 from megarl.agents import openai_responses
@@ -44,8 +44,8 @@ def learned(tree: Tree) -> list[str]:
     return [
         "".join(
             TOKENIZER.piece(number)
-            for number, mine in zip(sample.token_ids, mask, strict=True)
-            if mine
+            for number, trained in zip(sample.token_ids, mask, strict=True)
+            if trained
         )
         for sample, mask in zip(samples, masks, strict=True)
     ]
@@ -89,7 +89,7 @@ def test_one_turn_has_all_that_the_package_says_of_an_answer():
         )
         assert two.output[0].status == "incomplete" and one.id != two.id
 
-    policy = Saying("42", "12345")
+    policy = FixedCompletions("42", "12345")
     talk(policy, agent)
     assert policy.asked == ["<bos><system>s<user>6*7=<assistant>"] * 2, (
         "instructions are what the developer says"
@@ -139,7 +139,7 @@ def test_a_text_and_parallel_calls_come_back_as_one_turn(says: str, order: str):
         two = await client.responses.create(**ASKED, input=[USER, *items[order]])
         assert two.output_text == "it is 42"
 
-    policy = Saying(f"{says}{CALL}{CALL}", "it is 42")
+    policy = FixedCompletions(f"{says}{CALL}{CALL}", "it is 42")
     episode = talk(policy, agent)
     assert policy.asked[1] == f"{BEGIN}{says}{CALL}{CALL}<eos><tool>42<tool>42<assistant>"
     assert not episode.counts["rewritten"] and learned(episode.tree) == [
@@ -153,7 +153,8 @@ def test_letters_for_private_use_are_no_names_of_special_tokens():
     async def agent(client: Any, _: Any) -> None:
         await client.responses.create(model="x", input="6\ue0b0*\ue1017\ue100=")
 
-    talk(policy := Saying("42"), agent)
+    policy = FixedCompletions("42")
+    talk(policy, agent)
     assert policy.asked == ["<bos><user>6<unk>*<unk>7<unk>=<assistant>"]
 
 
@@ -165,7 +166,8 @@ def test_calls_of_two_turns_stay_two_turns():
             items += [result(item) for item in items[-1:] if item.type == "function_call"]
         assert items[-1].content[0].text == "42"
 
-    episode = talk(policy := Saying(CALL, CALL, "42"), agent)
+    policy = FixedCompletions(CALL, CALL, "42")
+    episode = talk(policy, agent)
     assert policy.asked[2] == f"{BEGIN}{CALL}<eos><tool>42<assistant>{CALL}<eos><tool>42<assistant>"
     assert not episode.counts["rewritten"] and learned(episode.tree) == [
         f"{CALL}<eos>{CALL}<eos>42<eos>"
@@ -201,32 +203,33 @@ FUNCTION = [
 def test_a_stream_has_the_events_that_the_package_knows(
     text: str, most: int | None, kinds: list[str]
 ):
-    known = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
+    event_type = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
     async def agent(client: Any, _: Any) -> None:
         stream = await client.responses.create(
             **ASKED, input="6*7=", stream=True, max_output_tokens=most, include=[]
         )
-        events = [known.validate_python(event.to_dict()) async for event in stream]
+        events = [event_type.validate_python(event.to_dict()) async for event in stream]
         assert [event.type for event in events] == [
             f"response.{kind}" for kind in ["created", "in_progress", *kinds]
         ]
         assert [event.sequence_number for event in events] == [*range(len(events))]
-        whole = events[-1].response
+        response = events[-1].response
         deltas = [event.delta for event in events if event.type.endswith(".delta")]
-        said = [
+        text_deltas = [
             item.arguments if item.type == "function_call" else item.content[0].text
-            for item in whole.output
+            for item in response.output
         ]
         assert (
-            deltas == said
-            and [event.item for event in events if event.type.endswith("item.done")] == whole.output
+            deltas == text_deltas
+            and [event.item for event in events if event.type.endswith("item.done")]
+            == response.output
         )
         assert [event.response.id for event in events[:2]] == [
-            whole.id
-        ] * 2 and whole.usage.output_tokens > 0
+            response.id
+        ] * 2 and response.usage.output_tokens > 0
 
-    talk(Saying(text), agent)
+    talk(FixedCompletions(text), agent)
 
 
 def test_the_packages_own_stream_helper_goes_on_by_tools():
@@ -245,7 +248,8 @@ def test_the_packages_own_stream_helper_goes_on_by_tools():
             two = await stream.get_final_response()
         assert snapshots == ["42"] == [two.output_text] and two.previous_response_id == one.id
 
-    episode = talk(policy := Saying(CALL, "42"), agent)
+    policy = FixedCompletions(CALL, "42")
+    episode = talk(policy, agent)
     assert policy.asked[1] == f"{BEGIN}{CALL}<eos><tool>42<assistant>" and learned(
         episode.tree
     ) == [f"{CALL}<eos>42<eos>"]
@@ -258,22 +262,29 @@ def test_conversations_go_on_from_a_response_and_branch():
             two = await client.responses.create(
                 **ASKED, instructions="s", input=text, previous_response_id=one.id
             )
-        other = {"role": "user", "content": "c"}
+        second_message = {"role": "user", "content": "c"}
         await client.responses.create(
-            **ASKED, instructions="s", input=[other], previous_response_id=two.id
+            **ASKED, instructions="s", input=[second_message], previous_response_id=two.id
         )
-        sent_whole = [USER, *one.output, {"role": "user", "content": "b"}, *two.output, other]
+        sent_whole = [
+            USER,
+            *one.output,
+            {"role": "user", "content": "b"},
+            *two.output,
+            second_message,
+        ]
         await client.responses.create(**ASKED, instructions="s", input=sent_whole)
-        await client.responses.create(**ASKED, input=[other], previous_response_id=two.id)
+        await client.responses.create(**ASKED, input=[second_message], previous_response_id=two.id)
 
-    episode = talk(policy := Saying("1", "2", "3", "4", "5", "6"), agent)
+    policy = FixedCompletions("1", "2", "3", "4", "5", "6")
+    episode = talk(policy, agent)
     begin = "<bos><tools>calculate<system>s<user>6*7=<assistant>1<eos>"
-    told = [
+    prompts = [
         f"{begin}<user>{text}<assistant>"
         for text in ("a", "b", "b<assistant>3<eos><user>c", "b<assistant>3<eos><user>c")
     ]
-    assert policy.asked[1:5] == told, "by its id and as a whole"
-    assert policy.asked[5] == told[3].replace("<system>s", ""), (
+    assert policy.asked[1:5] == prompts, "by its id and as a whole"
+    assert policy.asked[5] == prompts[3].replace("<system>s", ""), (
         "instructions do not carry over, as OpenAI has it"
     )
     assert (
@@ -300,21 +311,26 @@ def test_a_response_that_is_not_kept_is_not_found(monkeypatch: pytest.MonkeyPatc
         assert not await goes_on(
             (await client.responses.create(model="x", input="a", store=False)).id
         )
-        kept = [(await client.responses.create(model="x", input="a")).id for _ in range(12)]
-        assert not await goes_on(kept[0]) and await goes_on(kept[-1]), (
-            "the oldest ones are forgotten"
-        )
+        ids = [(await client.responses.create(model="x", input="a")).id for _ in range(12)]
+        assert not await goes_on(ids[0]) and await goes_on(ids[-1]), "the oldest ones are forgotten"
 
-    talk(Saying(*"abcdefghijklmno"), agent)
+    talk(FixedCompletions(*"abcdefghijklmno"), agent)
 
 
 def test_the_answers_of_another_episode_are_not_found():
     async def run() -> None:
-        async with served(Saying("1", "2"), 2) as (client, _, [one, other]):
-            _, answer = await post(client, one, RESPONSES, {"input": "a"})
+        async with served(FixedCompletions("1", "2"), 2) as (
+            client,
+            _,
+            [first_endpoint, second_endpoint],
+        ):
+            _, answer = await post(client, first_endpoint, RESPONSES, {"input": "a"})
             assert (
                 await post(
-                    client, other, RESPONSES, {"input": "a", "previous_response_id": answer["id"]}
+                    client,
+                    second_endpoint,
+                    RESPONSES,
+                    {"input": "a", "previous_response_id": answer["id"]},
                 )
             )[0] == 404
 
@@ -328,15 +344,16 @@ def test_a_turn_that_was_stopped_goes_on_from_what_was_sampled(by_id: bool):
             model="x", input="6*7=", extra_body={"stop": ["Q", "Ob"]}
         )
         assert (one.output_text, one.status) == ("think", "completed")
-        more = {"role": "user", "content": "7"}
+        next_message = {"role": "user", "content": "7"}
         sent = (
-            {"input": [more], "previous_response_id": one.id}
+            {"input": [next_message], "previous_response_id": one.id}
             if by_id
-            else {"input": [USER, *one.output, more]}
+            else {"input": [USER, *one.output, next_message]}
         )
         assert (await client.responses.create(model="x", **sent)).output_text == "b"
 
-    episode = talk(policy := Saying("thinkObserve", "b"), agent)
+    policy = FixedCompletions("thinkObserve", "b")
+    episode = talk(policy, agent)
     assert policy.asked[
         1
     ] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>" and learned(episode.tree) == [
@@ -346,24 +363,24 @@ def test_a_turn_that_was_stopped_goes_on_from_what_was_sampled(by_id: bool):
 
 def test_logprobs_are_those_that_were_sampled():
     async def agent(client: Any, _: Any) -> None:
-        asked = {
+        request = {
             "model": "x",
             "input": "6*7=",
             "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
         }
-        one = (await client.responses.create(**asked)).output[0].content[0]
-        assert [(each.token, each.logprob, each.bytes) for each in one.logprobs] == [
+        one = (await client.responses.create(**request)).output[0].content[0]
+        assert [(token.token, token.logprob, token.bytes) for token in one.logprobs] == [
             ("a", -0.25, [97]),
             ("<", -0.5, [60]),
         ]
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        events = [event async for event in await client.responses.create(**request, stream=True)]
         [delta] = [event for event in events if event.type == "response.output_text.delta"]
-        assert [(each.token, each.logprob) for each in delta.logprobs] == [("b", -0.25)]
+        assert [(token.token, token.logprob) for token in delta.logprobs] == [("b", -0.25)]
         assert (await client.responses.create(model="x", input="6*7=")).output[0].content[
             0
         ].logprobs == []
 
-    talk(Saying("a<", "b", "c"), agent)
+    talk(FixedCompletions("a<", "b", "c"), agent)
 
 
 def test_fields_that_ask_for_nothing_else_are_taken():
@@ -401,7 +418,7 @@ def test_fields_that_ask_for_nothing_else_are_taken():
             "no tools are shown where none may be called"
         )
 
-    policy = Saying(CALL)
+    policy = FixedCompletions(CALL)
     talk(policy, agent)
     assert policy.asked == ["<bos><user>6*7=<assistant>"]
 
@@ -414,12 +431,12 @@ def test_calls_at_the_same_time_are_branches():
     async def run() -> None:
         async with served(generate) as (client, [episode], [to]):
             _, one = await post(client, to, RESPONSES, {"input": "a"})
-            asked = [
+            requests = [
                 post(client, to, RESPONSES, {"input": text, "previous_response_id": one["id"]})
                 for text in "bcd"
             ]
-            assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
+            assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 3
             assert learned(episode.tree) == ["1<eos>2<eos>", "3<eos>", "4<eos>"]
 
-    policy = Saying("1", "2", "3", "4")
+    policy = FixedCompletions("1", "2", "3", "4")
     asyncio.run(run())

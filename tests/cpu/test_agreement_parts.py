@@ -76,7 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"plain": plain, "silent": silent, "fp8": fp8, "dequantised": dequantised}
 
 
-def sampled(model: Path, dtype: str, log: Path) -> list[tuple[TrainSequence, np.ndarray]]:
+def engine_samples(model: Path, dtype: str, log: Path) -> list[tuple[TrainSequence, np.ndarray]]:
     """An engine's samples with their experts, and the experts' weights [positions, layers, experts
     per token].
     """
@@ -110,16 +110,21 @@ def sampled(model: Path, dtype: str, log: Path) -> list[tuple[TrainSequence, np.
         ]
 
     try:
-        found = []
+        sequences = []
         for prompt, completion in asyncio.run(body()):
             ids, weights = wide.parts(completion.routing)
             tokens = np.array([*prompt, *completion.token_ids], np.int32)
-            mine = np.arange(len(tokens)) >= len(prompt)
+            response_mask = np.arange(len(tokens)) >= len(prompt)
             mu = np.concatenate([np.zeros(len(prompt)), completion.logprobs]).astype(np.float32)
-            found.append(
-                (TrainSequence(tokens, mine, mu, np.zeros(len(tokens), np.float32), ids), weights)
+            sequences.append(
+                (
+                    TrainSequence(
+                        tokens, response_mask, mu, np.zeros(len(tokens), np.float32), ids
+                    ),
+                    weights,
+                )
             )
-        return found
+        return sequences
     finally:
         engines.close()
 
@@ -134,27 +139,29 @@ def differences(
     out = tmp_path_factory.mktemp("parts")
     engines = {(weights, dtype) for weights, dtype, *_ in ROWS.values()}
     sequences = {
-        engine: sampled(models[engine[0]], engine[1], out / f"{'.'.join(engine)}.log")
+        engine: engine_samples(models[engine[0]], engine[1], out / f"{'.'.join(engine)}.log")
         for engine in sorted(engines)
     }
-    for engine, each in sequences.items():
-        (out / f"{'.'.join(engine)}.pickle").write_bytes(pickle.dumps(each))
+    for engine, engine_sequences in sequences.items():
+        (out / f"{'.'.join(engine)}.pickle").write_bytes(pickle.dumps(engine_sequences))
     spawn(1, out, [
         {"run": "parts", "name": f"row{number}", "model": str(models[weights]), "dtype": dtype,
         "topology": {},
          "trainer": {"routing_replay": True}, "sequences": str(out / f"{'.'.join(engine)}.pickle")}
         for number, (*engine, weights, dtype) in enumerate(ROWS.values())
     ])  # fmt: skip
-    found = {}
+    differences_by_part = {}
     for number, (name, engine) in enumerate((name, (row[0], row[1])) for name, row in ROWS.items()):
         (rank,) = saved(out, f"row{number}")
-        mine, mu = (
-            np.concatenate([getattr(each, field) for each, _ in sequences[engine]])
+        trained, mu = (
+            np.concatenate([getattr(sequence, field) for sequence, _ in sequences[engine]])
             for field in ("loss_mask", "mu_logprobs")
         )
-        found[name] = {way: np.abs(np.concatenate(rank[way]) - mu)[mine] for way in WAYS}
-        found[name] |= {key: rank[key] for key in ("replaced", "weights")}
-    return found
+        differences_by_part[name] = {
+            way: np.abs(np.concatenate(rank[way]) - mu)[trained] for way in WAYS
+        }
+        differences_by_part[name] |= {key: rank[key] for key in ("replaced", "weights")}
+    return differences_by_part
 
 
 def test_what_remains_of_the_difference(differences: dict[str, dict[str, Any]]) -> None:

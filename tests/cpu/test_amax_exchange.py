@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import reshard_reference
 import torch
-from amax_worker import SPEC, Job
+from amax_worker import SPEC, AmaxJob
 from fp8_reference import Quantised
 from sglang_engine import free_port
 
@@ -22,7 +22,7 @@ from megarl.base.geometry import TrainerTopology
 WORKER = Path(__file__).with_name("amax_worker.py")
 
 
-def start(job: Job) -> list[subprocess.Popen]:
+def start(job: AmaxJob) -> list[subprocess.Popen]:
     unit = str(Path(reshard_reference.__file__).parent)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": unit}
     ranks = range(TrainerTopology(tp=2, dp=job.dp).world_size)
@@ -52,7 +52,7 @@ def errors_of(processes: list[subprocess.Popen], timeout_s: float = 90) -> list[
 def test_cut_tiles_equal_quantising_the_gathered_tensors(
     quantization: str, dp: int, tmp_path: Path
 ):
-    processes = start(Job(free_port(), quantization, dp, str(tmp_path)))
+    processes = start(AmaxJob(free_port(), quantization, dp, str(tmp_path)))
     errors = errors_of(processes)
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(errors)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(len(processes))]
@@ -60,11 +60,11 @@ def test_cut_tiles_equal_quantising_the_gathered_tensors(
         reshard_reference.full_tensors(SPEC, torch.float32), quantization
     ).in_engine(SPEC, 1, 1)
     assert parts[0].keys() == expected.keys()
-    for name, wanted in expected.items():
+    for name, tensor in expected.items():
         # one rank writes each byte, once
         together = torch.stack([part[name] for part in parts]).sum(0).to(torch.uint8)
         in_memory_order = (
-            wanted.t() if wanted.dtype == torch.uint8 and not wanted.is_contiguous() else wanted
+            tensor.t() if tensor.dtype == torch.uint8 and not tensor.is_contiguous() else tensor
         )
         assert torch.equal(
             together.flatten(), in_memory_order.contiguous().view(-1).view(torch.uint8)
@@ -73,7 +73,7 @@ def test_cut_tiles_equal_quantising_the_gathered_tensors(
 
 def test_a_silent_rank_is_named_at_the_deadline(tmp_path: Path):
     processes = start(
-        Job(free_port(), "fp8_channel", 1, str(tmp_path), timeout_s=3.0, silent_rank=1)
+        AmaxJob(free_port(), "fp8_channel", 1, str(tmp_path), timeout_s=3.0, silent_rank=1)
     )
     try:
         _, errors = processes[0].communicate(timeout=60)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from checkpoint_cases import Chain, known_chains, random_chains
-from nursery import Run, script
+from nursery import ForkedRun, script
 from trainer_cases import save_model
 from trainer_processes import saved, spawn
 
@@ -29,29 +29,29 @@ def run_chains(out: Path, chains: list[Chain]) -> dict[tuple[str, int], list[str
     """The failures under each (chain, layout). A chain ends at its first failure."""
     plan = out / "chains.json"
     plan.write_text(json.dumps(chains))
-    ranks = Run(
+    ranks = ForkedRun(
         **script("checkpoint_worker", str(plan), str(out)),
         start_new_session=True,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        said, _ = ranks.communicate(timeout=CHAIN_DEADLINE_S * len(chains))
+        output, _ = ranks.communicate(timeout=CHAIN_DEADLINE_S * len(chains))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.wait()
-    found = [json.loads(line) for line in said.splitlines()]
-    return {(entry["chain"], entry["layout"]): entry["failures"] for entry in found}
+    digests = [json.loads(line) for line in output.splitlines()]
+    return {(entry["chain"], entry["layout"]): entry["failures"] for entry in digests}
 
 
 def assert_equal_under_all_layouts(out: Path, chains: list[Chain]) -> None:
-    found = run_chains(out, chains)
-    wanted = {
+    digests = run_chains(out, chains)
+    expected = {
         (chain["name"], number) for chain in chains for number in range(len(chain["layouts"]))
     }
-    assert {case: failures for case, failures in found.items() if failures} == {}
-    assert set(found) == wanted
+    assert {case: failures for case, failures in digests.items() if failures} == {}
+    assert set(digests) == expected
 
 
 @pytest.mark.timeout(900)
@@ -60,10 +60,12 @@ def test_every_tensor_and_moment_is_the_same_under_other_layouts(
     seldom: bool, tmp_path: Path
 ) -> None:
     """Layouts that were once wrong, one for each cause first; and random ones."""
-    known = {chain["name"]: chain for chain in known_chains(tmp_path)}
-    soon = [known.pop(name) for name in ("tied_odd_width", "no_experts_zero0")]
+    chains_by_name = {chain["name"]: chain for chain in known_chains(tmp_path)}
+    soon = [chains_by_name.pop(name) for name in ("tied_odd_width", "no_experts_zero0")]
     chains = (
-        [*known.values(), *random_chains(tmp_path, seed=0, count=1, layouts=4)] if seldom else soon
+        [*chains_by_name.values(), *random_chains(tmp_path, seed=0, count=1, layouts=4)]
+        if seldom
+        else soon
     )
     assert_equal_under_all_layouts(tmp_path, chains)
 
@@ -71,28 +73,28 @@ def test_every_tensor_and_moment_is_the_same_under_other_layouts(
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(1, 7))
-def test_every_tensor_and_moment_is_the_same_under_51_pairs_of_random_layouts(
-    tmp_path: Path, seed: int
-) -> None:
+def test_checkpoint_is_equal_under_pairs_of_random_layouts(tmp_path: Path, seed: int) -> None:
+    """Every tensor and moment is the same under 51 pairs."""
     assert_equal_under_all_layouts(tmp_path, random_chains(tmp_path, seed, count=17, layouts=4))
 
 
 @pytest.fixture(scope="module")
 def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(what the ranks saved, the damaged checkpoint)"""
-    model, out = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("harmed")
+    model = tmp_path_factory.mktemp("hf")
+    out = tmp_path_factory.mktemp("harmed")
     save_model("untied", model)
     tied = known_chains(out)[0]["model"]
     checkpoint = out / "step_000001"
 
-    def scenario(run: str, **more: Any) -> dict[str, Any]:
+    def scenario(run: str, **fields: Any) -> dict[str, Any]:
         return {
             "run": run,
             "name": run,
             "model": str(model),
             "topology": {"tp": 2},
             "checkpoint": str(checkpoint),
-        } | more
+        } | fields
 
     kinds = [["live"], ["master", "live"], ["exp_avg"], ["exp_avg_sq"]]
     differing = [
@@ -107,25 +109,27 @@ def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return out, checkpoint
 
 
-def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(
+def test_every_rank_names_a_damaged_file(
     harmed: tuple[Path, Path],
 ) -> None:
+    """Nothing is made of it."""
     runs, checkpoint = harmed
     for rank in saved(runs, "damaged"):
         assert rank["whole"] == {"step": 1}
         assert {file for file, _ in rank["said"]} == FILES
-        for (file, damage), said in rank["said"].items():
-            assert said.startswith("CheckpointError: "), (file, damage)
-            assert f"checkpoint {checkpoint} cannot be used: " in said and said.endswith(
+        for (file, damage), message in rank["said"].items():
+            assert message.startswith("CheckpointError: "), (file, damage)
+            assert f"checkpoint {checkpoint} cannot be used: " in message and message.endswith(
                 "Move it away to use the one before it"
             )
-            assert f"{file} is " in said, (damage, said)
-            assert "\n" not in said
+            assert f"{file} is " in message, (damage, message)
+            assert "\n" not in message
 
 
-def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(
+def test_export_names_the_damaged_checkpoint(
     harmed: tuple[Path, Path],
 ) -> None:
+    """It does not name its own copy of it."""
     runs, checkpoint = harmed
     for rank in saved(runs, "damaged"):
         assert (
@@ -137,26 +141,26 @@ def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp"])
-def test_ranks_that_hold_other_values_of_what_they_share_save_nothing(
+def test_ranks_with_unequal_shared_values_save_nothing(
     harmed: tuple[Path, Path], axis: str
 ) -> None:
     runs, _ = harmed
     for rank in saved(runs, f"ranks_differ.{axis}"):
         assert rank["left"] == []
-        said = rank["said"]
+        messages = rank["said"]
         assert (
             "rank 1: nothing is saved: decoder.final_layernorm.weight is not the optimizer's "
-            "master weight, rounded" in said["live"]
+            "master weight, rounded" in messages["live"]
         )
         for kinds, tensor in (
             ("master+live", "master"),
             ("exp_avg", "exp_avg"),
             ("exp_avg_sq", "exp_avg_sq"),
         ):
-            assert said[kinds].startswith("WriteError: "), said[kinds]
+            assert messages[kinds].startswith("WriteError: "), messages[kinds]
             assert (
                 f"{tensor}/model.norm.weight differs between what is held and what is stored"
-                in said[kinds]
+                in messages[kinds]
             )
 
 
@@ -169,7 +173,8 @@ def test_a_disk_that_keeps_other_bytes_than_were_written_is_told(harmed: tuple[P
 
 def test_a_warning_of_megatron_about_corruption_is_an_error(harmed: tuple[Path, Path]) -> None:
     runs, _ = harmed
-    said = {rank["said"] for rank in saved(runs, "vendor_warns")}
+    messages = {rank["said"] for rank in saved(runs, "vendor_warns")}
     assert any(
-        "warns of corruption: " in text and "can lead to data corruption" in text for text in said
-    ), said
+        "warns of corruption: " in text and "can lead to data corruption" in text
+        for text in messages
+    ), messages

@@ -1,4 +1,4 @@
-"""Checkpoints and exports that are written during training hold the state at which they were begun."""
+"""Checkpoints and exports written during training hold the state at which they were begun."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_saved_beside_training_is_what_was_held_before_it(
-    model: Path, tmp_path: Path
-) -> None:
+def test_saving_beside_training_saves_the_values_before_it(model: Path, tmp_path: Path) -> None:
     """Two ranks make steps meanwhile. A disk fails one checkpoint; a later one succeeds."""
     spawn(
         2,
@@ -50,10 +48,10 @@ def test_what_is_saved_beside_training_is_what_was_held_before_it(
     assert exports[0] == exports[1] and "model.safetensors" in exports[0]
 
 
-def test_what_a_resumed_run_would_not_make_again_is_complete_first(
-    model: Path, tmp_path: Path
-) -> None:
-    """If rank 0's own part fails, all ranks say so, and none waits for it."""
+def test_files_not_made_again_precede_the_checkpoint(model: Path, tmp_path: Path) -> None:
+    """What a resumed run would not make again is complete before the checkpoint.
+
+    If rank 0's own part fails, all ranks say so, and none waits for it."""
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {{path: {model}}}\ndata: {{train: {{source: rows.jsonl}}}}\n")
     spawn(
@@ -84,10 +82,10 @@ def test_what_a_resumed_run_would_not_make_again_is_complete_first(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_killed_at_20_random_moments_it_goes_on_from_a_whole_checkpoint(
-    model: Path, tmp_path: Path
-) -> None:
-    """Each life checks that its checkpoint holds the trainer's state at that step, and repeats
+def test_killed_run_goes_on_from_a_complete_checkpoint(model: Path, tmp_path: Path) -> None:
+    """The run is killed at 20 random moments.
+
+    Each life checks that its checkpoint holds the trainer's state at that step, and repeats
     later steps exactly.
     """
     command = [
@@ -98,15 +96,15 @@ def test_killed_at_20_random_moments_it_goes_on_from_a_whole_checkpoint(
         "20",
         "0",
     ]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=840,
     )
-    lives = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [life["failure"] for life in lives] == [""] * 20, done.stderr
+    lives = [json.loads(line) for line in completed.stdout.splitlines()]
+    assert [life["failure"] for life in lives] == [""] * 20, completed.stderr
     starts = [life["began"] for life in lives]
     assert starts == sorted(starts) and starts[-1] > 5, "it never went back"
     for life, after in itertools.pairwise(lives):

@@ -28,8 +28,8 @@ SUM = row([("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")])
 GOOD = "print(sum(map(int, input().split())))"
 
 
-def scored(
-    asked: Sequence[tuple[dict, str]], test_timeout_s: float = 6.0, timeout_s: float = 60.0
+def score_programs(
+    items: Sequence[tuple[dict, str]], test_timeout_s: float = 6.0, timeout_s: float = 60.0
 ) -> list[Score]:
     config = RewardConfig(name="code", workers=3)
     config.code.test_timeout_s = test_timeout_s
@@ -37,7 +37,7 @@ def scored(
     config.code.memory_mib = 512
     requests = [
         ScoreRequest(text, json.dumps(BENCHMARKS["livecodebench"].question_of(record)[1]))
-        for record, text in asked
+        for record, text in items
     ]
 
     async def run() -> list[Score]:
@@ -49,15 +49,15 @@ def scored(
 
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long)])
 def test_programs_are_told_right_from_wrong(count: int) -> None:
-    made = pairs()[:count]
-    found = scored([(record, text) for record, text, _ in made])
+    labelled = pairs()[:count]
+    scores = score_programs([(record, text) for record, text, _ in labelled])
     wrong = [
         (text, right, score)
-        for (_, text, right), score in zip(made, found, strict=True)
+        for (_, text, right), score in zip(labelled, scores, strict=True)
         if score.reward != right
     ]
-    assert len(made) == count and sum(right for *_, right in made) == count / 2
-    assert not wrong and not any(score.failures for score in found)
+    assert len(labelled) == count and sum(right for *_, right in labelled) == count / 2
+    assert not wrong and not any(score.failures for score in scores)
 
 
 ADDED = "a, b = map(int, input().split())\n"
@@ -79,8 +79,8 @@ AS_PROGRAMS = [
 
 
 def test_programs_end_and_are_found_as_the_interpreter_has_them() -> None:
-    found = scored([(SUM, fenced(program)) for program in AS_PROGRAMS])
-    assert [score.reward for score in found] == [1.0] * len(AS_PROGRAMS)
+    scores = score_programs([(SUM, fenced(program)) for program in AS_PROGRAMS])
+    assert [score.reward for score in scores] == [1.0] * len(AS_PROGRAMS)
 
 
 FILL = """
@@ -103,10 +103,10 @@ OF_THE_HOST = {  # what a program must not be able to do; it prints 3 if it can
 }
 
 
-@pytest.mark.parametrize("what", OF_THE_HOST)
-def test_programs_cannot_reach_the_kernel_or_fill_memory(what: str) -> None:
+@pytest.mark.parametrize("attack", OF_THE_HOST)
+def test_programs_cannot_reach_the_kernel_or_fill_memory(attack: str) -> None:
     """Also as root: then the kernel takes root's files in /proc to be the program's own."""
-    [score] = scored([(row([("1 2\n", "3\n")]), fenced(OF_THE_HOST[what]))])
+    [score] = score_programs([(row([("1 2\n", "3\n")]), fenced(OF_THE_HOST[attack]))])
     assert score.reward == 0.0 and score.parts["crashed"] == 1.0
 
 
@@ -178,7 +178,7 @@ def test_hostile_programs_neither_pass_nor_hang_nor_end_the_run() -> None:
 
     A good program is scored beside them.
     """
-    found = scored(
+    scores = score_programs(
         [
             *((SUM, fenced(program)) for program in HOSTILE),
             (SUM, fenced(GOOD)),
@@ -188,14 +188,14 @@ def test_hostile_programs_neither_pass_nor_hang_nor_end_the_run() -> None:
         2.0,
         20.0,
     )
-    *bad, good, bare, empty = found
+    *bad, good, bare, empty = scores
     assert [score.reward for score in bad] == [0.0] * len(HOSTILE)
-    why = [
+    reasons = [
         next((name for name, value in score.parts.items() if value and name != "tests"), "")
         for score in bad
     ]
-    assert why == list(HOSTILE.values())
-    assert not any(score.failures for score in found)
+    assert reasons == list(HOSTILE.values())
+    assert not any(score.failures for score in scores)
     assert good.reward == 1.0 and good.parts["tests"] == 1.0
     assert bare.parts["no_program"] == empty.parts["no_program"] == 1.0 and bare.reward == 0.0
 
@@ -207,15 +207,14 @@ STOPS = (
 
 
 @pytest.mark.parametrize(
-    ("said", "why"), [("' '", "slow"), pytest.param(r"'\n'", "crashed", marks=pytest.mark.long)]
+    ("program", "reason"),
+    [("' '", "slow"), pytest.param(r"'\n'", "crashed", marks=pytest.mark.long)],
 )
-def test_a_program_that_stops_the_process_that_tests_it_holds_a_worker_for_the_time_of_a_test(
-    said: str, why: str
-) -> None:
-    """And not for the time of all tests, here an hour, whatever it writes in that process's place."""
-    hostile = f"{STOPS} os.write(file, {said}.encode())\n time.sleep(0.5)"
-    [score] = scored([(row([("1 2\n", "3\n")]), fenced(hostile))], 0.5, 3600.0)
-    assert score.reward == 0.0 and score.parts[why] == 1.0
+def test_program_that_stops_its_tester_costs_one_test_timeout(program: str, reason: str) -> None:
+    """Not the time of all tests, here an hour, whatever it writes in that process's place."""
+    hostile = f"{STOPS} os.write(file, {program}.encode())\n time.sleep(0.5)"
+    [score] = score_programs([(row([("1 2\n", "3\n")]), fenced(hostile))], 0.5, 3600.0)
+    assert score.reward == 0.0 and score.parts[reason] == 1.0
 
 
 def test_a_sandbox_that_runs_nothing_is_a_failed_score(
@@ -255,10 +254,12 @@ asyncio.run(open_and_close())
 """
 
 
-def test_a_python_that_is_started_by_a_relative_path_runs_programs(tmp_path: Path) -> None:
+def test_python_with_a_relative_path_runs_programs(tmp_path: Path) -> None:
     python = tmp_path / os.path.relpath(sys.executable, tmp_path)
-    done = subprocess.run([python, "-c", RELATIVE], capture_output=True, text=True, check=False)
-    assert done.stdout == "it runs programs\n", done.stderr
+    completed = subprocess.run(
+        [python, "-c", RELATIVE], capture_output=True, text=True, check=False
+    )
+    assert completed.stdout == "it runs programs\n", completed.stderr
 
 
 def test_what_a_function_returns_must_be_plain() -> None:
@@ -269,5 +270,5 @@ def test_what_a_function_returns_must_be_plain() -> None:
         "return [[a], b]": 0.0, "return {1: 2}": 0.0, "return type('E', (), {'__eq__': lambda s, "
                                                       "o: True})()": 0.0, "exit(0)": 0.0,
     }  # fmt: skip
-    found = scored([(called, fenced(f"def f(a, b):\n    {body}")) for body in bodies])
-    assert [score.reward for score in found] == list(bodies.values())
+    scores = score_programs([(called, fenced(f"def f(a, b):\n    {body}")) for body in bodies])
+    assert [score.reward for score in scores] == list(bodies.values())

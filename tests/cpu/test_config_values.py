@@ -82,23 +82,25 @@ def saved(family: str) -> dict[str, Any]:
 def compared(values: dict[str, Any]) -> str:
     """equal, refused, or the differing fields."""
     try:
-        ours = load_spec(values)
+        spec = load_spec(values)
     except ConfigError as error:
         return f"refused: {error}"
-    theirs = auto_config.read(json.loads(json.dumps(values)))
-    if "problem" in theirs:
-        return f"refused: {theirs['problem']}"
-    return "; ".join(differences(values, theirs, ours)) or "equal"
+    reference = auto_config.read(json.loads(json.dumps(values)))
+    if "problem" in reference:
+        return f"refused: {reference['problem']}"
+    return "; ".join(differences(values, reference, spec)) or "equal"
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_an_absent_key_is_the_default_of_transformers(family: str) -> None:
-    whole = saved(family)
-    assert compared(whole) == "equal"
-    inner = whole.get("text_config", whole)
+    full_config = saved(family)
+    assert compared(full_config) == "equal"
+    inner = full_config.get("text_config", full_config)
     for key in sorted(inner.keys() - SIZES):
         without = {name: value for name, value in inner.items() if name != key}
-        result = compared(whole | {"text_config": without} if "text_config" in whole else without)
+        result = compared(
+            full_config | {"text_config": without} if "text_config" in full_config else without
+        )
         assert (
             result == "equal"
             or (key in OF_ENGINES and result.startswith("refused"))
@@ -109,15 +111,17 @@ def test_an_absent_key_is_the_default_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("form", ROPES)
 @pytest.mark.parametrize("family", MODELS)
 def test_rotary_embeddings_are_read_as_by_transformers(family: str, form: str) -> None:
-    whole = saved(family)
-    inner = whole.get("text_config", whole)
+    full_config = saved(family)
+    inner = full_config.get("text_config", full_config)
     bare = {
         key: value
         for key, value in inner.items()
         if key not in ("rope_parameters", "rope_theta", "partial_rotary_factor")
     }
     changed = bare | ROPES[form]
-    result = compared(whole | {"text_config": changed} if "text_config" in whole else changed)
+    result = compared(
+        full_config | {"text_config": changed} if "text_config" in full_config else changed
+    )
     assert result == "equal" or result.startswith("refused"), result
 
 

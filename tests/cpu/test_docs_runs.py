@@ -24,19 +24,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout(tmp_path_factory.mktemp("docs") / "megarl")
 
 
-def does(commands: dict[str, str], folder: Path) -> str:
+def printed_by(commands: dict[str, str], folder: Path) -> str:
     """Runs the commands one after another, and returns all that they print."""
     printed = ""
-    for text, more in commands.items():
-        done = run(f"{text} {more}", folder)
-        assert done.returncode == 0, f"{text} {more}\n{printed}{done.stdout}\n{done.stderr}"
-        printed += done.stdout
+    for text, suffix in commands.items():
+        completed = run(f"{text} {suffix}", folder)
+        assert completed.returncode == 0, (
+            f"{text} {suffix}\n{printed}{completed.stdout}\n{completed.stderr}"
+        )
+        printed += completed.stdout
     return printed
 
 
 @pytest.mark.long
 def test_what_a_newcomer_does_first(folder: Path) -> None:
-    printed = does(FIRST_DAY, folder)
+    printed = printed_by(FIRST_DAY, folder)
     assert (
         "runs/quickstart: 2 steps" in printed
         and "weight audits           2 of 2 equal bit for bit" in printed
@@ -46,7 +48,7 @@ def test_what_a_newcomer_does_first(folder: Path) -> None:
         and "runs/quickstart is complete: 2 of 2 steps" in printed
     )
     assert "held-out scores of the weights in runs/quickstart/export" in printed
-    does({f'python -c "{WITH_TRANSFORMERS.format("runs/quickstart/export")}"': ""}, folder)
+    printed_by({f'python -c "{WITH_TRANSFORMERS.format("runs/quickstart/export")}"': ""}, folder)
 
 
 @pytest.mark.long
@@ -57,22 +59,25 @@ def test_the_first_hour(folder: Path) -> None:
     alphabet.
     """
     begin = "megarl init first"
-    does({begin: FIRST_HOUR[begin]}, folder)
+    printed_by({begin: FIRST_HOUR[begin]}, folder)
     make_model(folder / "first/my-model", max_position_embeddings=2048)
-    [settings], [graders] = snippets("first_hour.md", "yaml"), snippets("first_hour.md", "python")
+    [settings] = snippets("first_hour.md", "yaml")
+    [graders] = snippets("first_hour.md", "python")
     for text in (settings, graders):
         (folder / text.split(maxsplit=2)[1].rstrip(";")).write_text(text)
     for name in ("questions", "held_out"):
         data = [{"question": f"{n}+{n}=", "solution": str(2 * n % 10)} for n in range(10)]
         (folder / f"first/{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in data))
-    printed = does({text: more for text, more in FIRST_HOUR.items() if text != begin}, folder)
+    printed = printed_by(
+        {text: suffix for text, suffix in FIRST_HOUR.items() if text != begin}, folder
+    )
     for run_dir, steps in (("first", 2), ("first", 3), ("own", 2)):
         assert f"{folder}/first/runs/{run_dir}: {steps} steps" in printed
     assert (
         printed.count("best checkpoint ") == 3 and printed.count("the best by eval/pass@1: ") == 4
     )
     for exported in ("first/exported", "first/own-exported"):
-        does({f'python -c "{WITH_TRANSFORMERS.format(exported)}"': ""}, folder)
+        printed_by({f'python -c "{WITH_TRANSFORMERS.format(exported)}"': ""}, folder)
     assert all(
         (folder / f"first/runs/{name}/report.html").stat().st_size > 0 for name in ("first", "own")
     )
@@ -85,7 +90,7 @@ def test_the_first_hour(folder: Path) -> None:
 def test_an_environment_of_openenv(folder: Path) -> None:
     (folder / "envs").mkdir()
     (folder / "envs/openenv").symlink_to(ROOT / "envs/openenv")
-    printed = does(OPENENV, folder)
+    printed = printed_by(OPENENV, folder)
     assert "train.jsonl: 10000 rows" in printed and "runs/openenv: 2 steps" in printed
     assert all(
         row["rollout/env_steps"] > 0 and not row["rollout/failed_environment"]
@@ -99,7 +104,8 @@ def test_a_run_of_ones_own(folder: Path) -> None:
     function.
     """
     make_model(folder / "checkpoints/my-model", max_position_embeddings=2048)
-    [settings], [graders, graded] = snippets("own_run.md", "yaml"), snippets("own_run.md", "python")
+    [settings] = snippets("own_run.md", "yaml")
+    [graders, graded] = snippets("own_run.md", "python")
     (folder / "run.yaml").write_text(settings)
     (folder / "graders.py").write_text(graders)
     (folder / "graded.py").write_text(graded)
@@ -110,9 +116,9 @@ def test_a_run_of_ones_own(folder: Path) -> None:
     ]
     for name in ("train", "eval", "hard"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
-    does(OWN_RUN, folder)
+    printed_by(OWN_RUN, folder)
     assert [row["step"] for row in rows(folder / "runs/own")] == [0, 1, 2]
-    does(
+    printed_by(
         {
             "megarl train run.yaml run_dir=runs/graded reward.name=graded:graded": OWN_RUN[
                 "megarl train run.yaml"
@@ -121,7 +127,7 @@ def test_a_run_of_ones_own(folder: Path) -> None:
         folder,
     )
     assert all("reward/right/mean" in row for row in rows(folder / "runs/graded"))
-    does({f'python -c "{WITH_TRANSFORMERS.format("runs/own/export")}"': ""}, folder)
+    printed_by({f'python -c "{WITH_TRANSFORMERS.format("runs/own/export")}"': ""}, folder)
 
 
 @pytest.mark.matrix
@@ -134,7 +140,7 @@ def test_a_rollout_of_ones_own(folder: Path) -> None:
         f"model.path={model} run_dir=runs/game rollout.name=games:higher_or_lower "
         "rollout.args.max_guesses=7"
     )
-    does(
+    printed_by(
         {
             f"megarl train configs/quickstart.yaml {rollout}": LONG[
                 "megarl train configs/calculator.yaml"
@@ -164,7 +170,7 @@ def test_extensions_of_ones_own(folder: Path) -> None:
         "rollout.name=my_rollout:second_try",
         "reward.name=my_reward:ends_well",
     ]
-    does(
+    printed_by(
         {
             f"megarl train configs/quickstart.yaml {' '.join(settings)}": LONG[
                 "megarl train configs/calculator.yaml"
@@ -183,5 +189,5 @@ def test_extensions_of_ones_own(folder: Path) -> None:
 @pytest.mark.parametrize("command", LONG)
 def test_what_takes_long(command: str, folder: Path) -> None:
     if "runs/quickstart/sft/hf" in command and not (folder / "runs/quickstart/sft/hf").exists():
-        does({"make quickstart": FIRST_DAY["make quickstart"]}, folder)
-    does({command: LONG[command]}, folder)
+        printed_by({"make quickstart": FIRST_DAY["make quickstart"]}, folder)
+    printed_by({command: LONG[command]}, folder)

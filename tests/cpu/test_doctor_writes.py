@@ -24,8 +24,8 @@ TIMEOUT_S = 120.0
 
 @pytest.fixture(scope="module")
 def map() -> ReshardMap:
-    held = generator_layout(model(gpu=False), GeneratorTopology(), DTYPE, "cpu")
-    return ReshardMap.build(trainer_layout(model(gpu=False), TrainerTopology(), DTYPE), held)
+    layout = generator_layout(model(gpu=False), GeneratorTopology(), DTYPE, "cpu")
+    return ReshardMap.build(trainer_layout(model(gpu=False), TrainerTopology(), DTYPE), layout)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,8 @@ def engine(
     model: Path, before: Sequence[str] = (), **sizes: int
 ) -> tuple[ProcessSpec, str, EngineKeys]:
     """(process, URL, keys) of an engine. `before`: a command that becomes the engine."""
-    (port,), keys = free_ports(1), EngineKeys.generate()
+    (port,) = free_ports(1)
+    keys = EngineKeys.generate()
     settings = EngineSettings(
         str(model),
         "float32",
@@ -56,26 +57,26 @@ def engine(
 
 
 def schedulers(group: ProcessGroup) -> list[psutil.Process]:
-    found = []
+    children = []
     for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            found += [child] if "scheduler" in " ".join(child.cmdline()) else []
-    return found
+            children += [child] if "scheduler" in " ".join(child.cmdline()) else []
+    return children
 
 
 def failure(group: ProcessGroup, within_s: float) -> ProcessFailed:
     deadline = time.monotonic() + within_s
-    while (found := group.failure("engine.0")) is None:
+    while (reason := group.failure("engine.0")) is None:
         assert time.monotonic() < deadline, (
             f"the engine has not ended: {group.log_path('engine.0').read_text()[-2000:]}"
         )
         time.sleep(0.05)
-    return found
+    return reason
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_path, replicas):
+def test_engine_ends_if_its_scheduler_is_killed_at_the_start(model, tmp_path, replicas):
     """With replicas of attention, schedulers are children of an intermediate process."""
     if replicas > 1:
         model = make_checkpoint(
@@ -85,12 +86,12 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
         spec, _, _ = engine(model, tp=replicas, dp_attention=replicas)
         group.start(spec)
         deadline = time.monotonic() + STARTED_S
-        seen: list[psutil.Process] = []
+        earlier: list[psutil.Process] = []
         # the others are still becoming schedulers
-        while not (lasting := [each for each in schedulers(group) if each in seen]):
+        while not (lasting := [process for process in schedulers(group) if process in earlier]):
             assert time.monotonic() < deadline
-            seen = schedulers(group)
-            time.sleep(10 * LOOK_S if seen else 0.01)  # until the engine knows it
+            earlier = schedulers(group)
+            time.sleep(10 * LOOK_S if earlier else 0.01)  # until the engine knows it
         killed = lasting[0]
         processes = {
             child.pid
@@ -98,7 +99,7 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
         }
         killed.kill()
         ended = failure(group, ENDED_S)
-        said = group.log_path("engine.0").read_text()
+        log = group.log_path("engine.0").read_text()
     # SGLang may kill the engine before the engine ends with its child's status. The status is
     # printed in either case.
     endings = (
@@ -109,7 +110,7 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
     # SGLang may kill the intermediate process before it names the scheduler, and the engine before
     # it names either.
     named = {
-        int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", said)
+        int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", log)
     }
     assert named <= ({killed.pid} if replicas == 1 else processes)
     assert named or ended.ending == endings[1]
@@ -134,7 +135,7 @@ def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
 
     async def ready(group: ProcessGroup) -> None:
         client = EngineClient(url, keys.api, keys.admin)
-        died = lambda: str(found) if (found := group.failure("engine.0")) else None  # noqa: E731
+        died = lambda: str(reason) if (reason := group.failure("engine.0")) else None  # noqa: E731
         await client.wait_ready(STARTED_S, group.log_path("engine.0"), died)
         await client.close()
 
@@ -146,23 +147,26 @@ def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
 @pytest.mark.long
 def test_doctor_has_an_engine_compile_without_weights_or_a_run(tmp_path):
     """The compiled code stays in a folder of this host; nothing else is left behind."""
-    kept = tmp_path / "compiled"
-    done = run(
+    compiled = tmp_path / "compiled"
+    completed = run(
         [
             "doctor",
             "--warm",
             "configs/quickstart.yaml",
-            f"launch.compile_cache={kept}",
+            f"launch.compile_cache={compiled}",
             f"run_dir={tmp_path / 'run'}",
         ]
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     assert (
-        "all that a run on CPUs needs is there" in done.stdout
-        and "an engine of generator.tp=1 has compiled and answered in" in done.stdout
+        "all that a run on CPUs needs is there" in completed.stdout
+        and "an engine of generator.tp=1 has compiled and answered in" in completed.stdout
     )
-    assert "write by shared_memory" in done.stdout and "every byte as it was sent" in done.stdout
-    assert not (tmp_path / "run").exists() and [path.name for path in kept.glob("*")] in (
+    assert (
+        "write by shared_memory" in completed.stdout
+        and "every byte as it was sent" in completed.stdout
+    )
+    assert not (tmp_path / "run").exists() and [path.name for path in compiled.glob("*")] in (
         [],
         [socket.gethostname()],
     )

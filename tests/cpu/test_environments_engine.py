@@ -39,7 +39,7 @@ class Watch:
         self.all_others_are_done = asyncio.Event()
 
 
-class Watched(ToolCalls):
+class WatchedToolCalls(ToolCalls):
     """Records when samples end."""
 
     watch: Watch
@@ -58,7 +58,7 @@ async def hold_up_the_first(argument: str) -> str:
     """An async tool that answers at once, except its first call: that waits in one sample of 256
     until all others are done.
     """
-    watch = Watched.watch
+    watch = WatchedToolCalls.watch
     if not watch.held:
         watch.held.append(len(watch.finished))
         await watch.all_others_are_done.wait()
@@ -67,7 +67,7 @@ async def hold_up_the_first(argument: str) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model with random weights, which says every character about equally often."""
+    """The quickstart's model with random weights: each character is about equally frequent."""
     return make_model(tmp_path_factory.mktemp("environments") / "model")
 
 
@@ -79,7 +79,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 async def roll_out(engine: Any, model: Path) -> tuple[Watch, list[list[Sample]]]:
     tokenizer = load_tokenizer(ModelConfig(path=str(model)))
-    watch = Watched.watch = Watch()
+    watch = WatchedToolCalls.watch = Watch()
     client = engine.client()
     fleet = Fleet([client])
 
@@ -99,7 +99,7 @@ async def roll_out(engine: Any, model: Path) -> tuple[Watch, list[list[Sample]]]
 
     context = RolloutContext(tokenizer, generate, score, no_worker, tool_timeout_s=120)
     tool = f"{__name__}:hold_up_the_first"
-    rollout = Watched(
+    rollout = WatchedToolCalls(
         tokenizer,
         tool=tool,
         call_open="<",
@@ -145,8 +145,8 @@ def test_256_samples_run_at_once_each_at_its_own_pace(engine: Any, model: Path) 
             len(prompt.token_ids) - 1 :
         ]
         expected = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        mine = torch.tensor(sample.policy_mask, dtype=torch.bool)
-        assert (torch.tensor(sample.logprobs) - expected)[mine].abs().max() < 1e-5, (
+        trained = torch.tensor(sample.policy_mask, dtype=torch.bool)
+        assert (torch.tensor(sample.logprobs) - expected)[trained].abs().max() < 1e-5, (
             "each turn continued just the tokens before it"
         )
-        assert not torch.tensor(sample.logprobs)[~mine].any()
+        assert not torch.tensor(sample.logprobs)[~trained].any()

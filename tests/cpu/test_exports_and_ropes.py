@@ -94,9 +94,9 @@ def folders(
         if isinstance(item, pytest.Function) and item.path == request.path
     ]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    chosen = {(str(case["family"]), str(case["form"])) for case in params}
-    made: dict[tuple[str, str], tuple[Path, Path]] = {}
-    for number, (family, form) in enumerate(sorted(chosen)):
+    selected = {(str(case["family"]), str(case["form"])) for case in params}
+    folders_by_case: dict[tuple[str, str], tuple[Path, Path]] = {}
+    for number, (family, form) in enumerate(sorted(selected)):
         folder = root / str(number)
         save_model(family, folder)
         (folder / "config.json").write_text(
@@ -104,7 +104,7 @@ def folders(
         )
         for file in TOKENIZER.glob("tokenizer*.json"):
             shutil.copy(file, folder)
-        made[family, form] = (folder, root / f"exported.{number}.hf")
+        folders_by_case[family, form] = (folder, root / f"exported.{number}.hf")
     spawn(
         1,
         root,
@@ -116,10 +116,10 @@ def folders(
                 "topology": {},
                 "lengths": LENGTHS,
             }
-            for number, (folder, _) in enumerate(made.values())
+            for number, (folder, _) in enumerate(folders_by_case.values())
         ],
     )
-    return made
+    return folders_by_case
 
 
 @pytest.mark.parametrize(("family", "form"), ACCEPTED)
@@ -133,7 +133,7 @@ def test_trained_export_has_the_log_probs_of_the_trainer(
     with torch.no_grad():
         _, expected = hf_loss(model, batch, temperature=1.0)
         _, before = hf_loss(load_float64(source), batch, temperature=1.0)
-    difference, change = (distance(rank["logprobs"], other) for other in (expected, before))
+    difference, change = (distance(rank["logprobs"], reference) for reference in (expected, before))
     print(f"\n| {family} | {form} | {difference:.1e} |")
     assert difference < TOLERANCE
     assert change > 1e-3, "the step changed the weights"
@@ -144,15 +144,15 @@ def test_trained_export_has_the_log_probs_of_the_trainer(
     )
 
 
-def distance(rows: list[list[float]], others: list[list[float]]) -> float:
+def distance(rows: list[list[float]], references: list[list[float]]) -> float:
     return max(
         abs(a - b)
-        for row, other in zip(rows, others, strict=True)
-        for a, b in zip(row, other, strict=True)
+        for row, reference in zip(rows, references, strict=True)
+        for a, b in zip(row, reference, strict=True)
     )
 
 
-def test_each_form_is_accepted_by_a_family_or_refused_with_its_name() -> None:
+def test_each_rope_form_is_accepted_or_refused_with_its_name() -> None:
     forms = {form for _, form in ACCEPTED}
     assert FORMS.keys() - forms == {"dynamic", "longrope", "yarn"}
     for form in ("dynamic", "longrope", "yarn"):

@@ -66,7 +66,7 @@ def test_one_that_is_killed_ends_them_all_and_is_named(between, then):
     assert all(map(has_ended, family))
 
 
-def test_whatever_an_engine_ends_by_it_ends_though_what_it_has_started_goes_on():
+def test_engine_ends_although_its_children_go_on():
     """Python itself would wait for the started process."""
     code = ENGINE.replace("process.join()", "raise SystemExit('enough')")
     engine = subprocess.run(

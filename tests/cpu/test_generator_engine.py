@@ -110,8 +110,8 @@ def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
         assert completion.versions.tolist() == [-1] * 12 and completion.finish_reason == "length"
 
 
-def test_a_response_fills_the_context_but_for_what_sglang_keeps_back(engine):
-    """Also if its last token takes a request of its own."""
+def test_response_fills_the_context(engine):
+    """All but what SGLang keeps back, also if the last token takes a request of its own."""
 
     async def longest(client, left_over):
         tokens = CONTEXT - len(PROMPTS[0]) - left_over
@@ -150,11 +150,11 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
         ]
         probabilities, order = logprobs.exp().sort(-1, descending=True)
         # the nucleus: the likeliest candidates until top_p is passed
-        kept = probabilities.cumsum(-1) - probabilities <= top_p
+        nucleus = probabilities.cumsum(-1) - probabilities <= top_p
         if top_k > 0:
-            kept[:, top_k:] = False
-        kept = torch.zeros_like(kept).scatter(-1, order, kept)
-        truncated = torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), -1)
+            nucleus[:, top_k:] = False
+        nucleus = torch.zeros_like(nucleus).scatter(-1, order, nucleus)
+        truncated = torch.log_softmax(logprobs.masked_fill(~nucleus, -torch.inf), -1)
         expected = truncated.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-5
 
@@ -192,7 +192,7 @@ def test_requests_without_the_right_key_are_refused(engine):
             "/update_weights_from_tensor": {"serialized_named_tensors": []},
             "/flush_cache": {},
         }
-        found = {}
+        status_by_path = {}
         async with aiohttp.ClientSession() as session:
             for path, content in paths.items():
                 for key in (None, "guess", engine.keys.api):
@@ -200,15 +200,15 @@ def test_requests_without_the_right_key_are_refused(engine):
                     async with session.post(
                         engine.url + path, json=content, headers=headers
                     ) as response:
-                        found[path, key] = response.status
-        return found
+                        status_by_path[path, key] = response.status
+        return status_by_path
 
-    found = with_client(engine, statuses)
-    allowed = {request for request, status in found.items() if status != 401}
+    status_by_path = with_client(engine, statuses)
+    allowed = {request for request, status in status_by_path.items() if status != 401}
     assert allowed == {("/generate", engine.keys.api)}
 
 
-def test_keys_show_neither_in_process_titles_nor_in_the_log_nor_to_users(engine):
+def test_keys_are_in_no_title_log_or_answer(engine):
     def secret_in(text: str) -> bool:
         return engine.keys.api in text or engine.keys.admin in text
 
@@ -235,7 +235,7 @@ def test_server_listens_on_loopback_only(engine):
     assert {address for address, _ in listening} == {"127.0.0.1"}
 
 
-def test_a_paused_engine_leaves_the_cores_to_others_and_goes_on_with_its_requests(engine):
+def test_paused_engine_frees_the_cores_and_keeps_its_requests(engine):
     async def cpu_s_of_a_pause(client: EngineClient) -> tuple[float, Completion]:
         long = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
         request = asyncio.ensure_future(client.generate(PROMPTS[0], long))
@@ -251,7 +251,7 @@ def test_a_paused_engine_leaves_the_cores_to_others_and_goes_on_with_its_request
     assert spent_s < 0.5
 
 
-def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, checkpoints, hub):
+def test_replaced_weights_are_never_mixed_with_old_keys(engine, checkpoints, hub):
     """One engine and two trainer processes: layout check, direct writes, audit, prefix cache,
     corruption, worker errors.
     """
@@ -299,8 +299,8 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         update = WeightUpdate(workers, 7)
         await update.open()
         await update.audit(shares, SentTensors(map))
-        began, ended = await update.close()
-        assert began < ended
+        first_version, ended = await update.close()
+        assert first_version < ended
         [fresh] = await client.generate(prompt, GREEDY)
         assert difference_to_hf(fresh) < 3e-6
         assert fresh.versions.tolist() == [7] * 12
@@ -311,7 +311,8 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
             ) == {-1, 7}
 
         # One flipped element, in the write of a user's own transport.
-        await (update := WeightUpdate(workers, 8)).open()
+        update = WeightUpdate(workers, 8)
+        await update.open()
         writers = write_as_trainer(
             "sglang_writer:OneFlippedElement", checkpoints[1], "float32", TRAINER, 1, endpoints
         )
@@ -380,7 +381,7 @@ def test_engine_ends_with_its_launcher(checkpoints):
     assert psutil.wait_procs([server], timeout=10)[1] == []
 
 
-def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
+def test_engine_ends_when_one_of_its_processes_is_killed(engine):
     """The last test, because it ends the module's engine."""
     processes = engine.processes()
     scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
@@ -394,8 +395,8 @@ def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
     with_client(engine, kill_while_generating)
     engine.process.wait(15)
     assert psutil.wait_procs(processes[1:], timeout=10)[1] == []
-    told = engine.log.read_text()
+    log = engine.log.read_text()
     assert (
-        f"process {scheduler.pid} of this engine was killed by SIGKILL" in told
-        or "scheduler_0" in told
+        f"process {scheduler.pid} of this engine was killed by SIGKILL" in log
+        or "scheduler_0" in log
     ), "ours, or SGLang's watchdog"

@@ -64,17 +64,17 @@ def call(name: str, arguments: Any) -> str:
 
 def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
     """Seed 3 of the environment asks for 343*706, which is 242158."""
-    said = [call("calculate", {"expression": "343*706"}), call("answer", {"number": "242158"})]
-    policy = Saying(*said)
+    turns = [call("calculate", {"expression": "343*706"}), call("answer", {"number": "242158"})]
+    policy = Saying(*turns)
     [sample] = products(
         policy, {"prompt": [{"role": "system", "content": "be right"}], "reset": {"seed": 3}}
     ).samples
     start = (
         "<bos><tools>calculate,answer,picture,fields,own<system>be right<user>343*706=<assistant>"
     )
-    assert policy.asked == [start, f"{start}{said[0]}<eos><tool>242158<assistant>"]
+    assert policy.asked == [start, f"{start}{turns[0]}<eos><tool>242158<assistant>"]
     assert (
-        sample.text == f"{said[0]}<eos><tool>242158<assistant>{said[1]}<eos>"
+        sample.text == f"{turns[0]}<eos><tool>242158<assistant>{turns[1]}<eos>"
         and sample.reward == 1.0
     )
     # the environment's text, between two tokens of the template
@@ -89,15 +89,15 @@ def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
 
 
 def test_what_a_tool_refuses_is_told_to_the_policy_and_counted(products: Played):
-    said = [
+    turns = [
         call("calculate", {"x": 1}),
         call("calculate", {"expression": "1/0"}),
         call("solve", {}),
     ]
-    policy = Saying(*said)
+    policy = Saying(*turns)
     [sample] = products(policy, {"prompt": "", "reset": {"seed": 3}}, max_tokens=2000).samples
-    told = policy.asked[-1].split("<tool>")[1:]
-    assert [part.split("<assistant>")[0][:40] for part in told] == [
+    tool_results = policy.asked[-1].split("<tool>")[1:]
+    assert [part.split("<assistant>")[0][:40] for part in tool_results] == [
         "error: 2 validation errors for call[calc",
         "error: Error calling tool 'calculate': n",
     ]
@@ -131,7 +131,7 @@ def test_a_prompt_whose_contents_are_parts(boards: Played):
     assert policy.asked[0] == "<bos><user>move\nseed 5<assistant>"
 
 
-def test_a_start_that_is_too_large_for_a_request_has_no_room_and_is_tried_once(
+def test_too_large_start_has_no_room_and_is_tried_once(
     boards: Played, capfd: pytest.CaptureFixture[str]
 ):
     [sample] = boards(Saying("ab"), {"reset": {"kind": "large"}}).samples
@@ -166,7 +166,7 @@ def test_the_reward_of_the_last_step_after_the_most_turns():
 
 
 @pytest.mark.long
-def test_actions_of_an_environment_without_tools_are_calls_of_one_tool():
+def test_environment_without_tools_takes_calls_of_one_tool():
     policy = Saying(
         call("step", {"text": "ab", "times": 2}), call("step", {"texts": "ab"}), "enough"
     )
@@ -190,7 +190,7 @@ def check_failure(played: Played, kind: str, counted: str) -> None:
     assert [name for name in FAILED if sample.metrics[name]] == [counted]
 
 
-def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
+def test_failed_episode_is_counted_and_rewarded_as_a_crash(
     capfd: pytest.CaptureFixture[str],
 ):
     with opened(on_crash=-0.5, retries=0, **TEXT) as played:
@@ -206,9 +206,7 @@ def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
 
 @pytest.mark.long
 @pytest.mark.parametrize("server", ["boards:threads", "boards:app"])
-def test_an_episode_that_takes_too_long_has_the_reward_of_a_crash(
-    server: str, capfd: pytest.CaptureFixture[str]
-):
+def test_slow_episode_is_rewarded_as_a_crash(server: str, capfd: pytest.CaptureFixture[str]):
     """Also if it blocks the whole server."""
     with opened(server=server, on_crash=-0.5, deadline_s=10.0, **TEXT) as played:
         check_failure(played, "late", "failed_deadline")
@@ -248,7 +246,7 @@ def test_a_server_that_is_full_is_asked_again():
     )
 
 
-def test_steps_without_a_reward_are_counted_and_so_is_one_that_is_not_a_number(boards: Played):
+def test_steps_without_a_number_as_reward_are_counted(boards: Played):
     [sample] = boards(Saying("ab"), {"reset": {"kind": "nan"}}).samples
     assert sample.reward == 0.25 + 0.75 and sample.metrics["env_unrewarded"] == 1
     assert boards(Saying("ab"), {"reset": {}}).samples[0].metrics["env_unrewarded"] == 0
@@ -262,10 +260,10 @@ def test_episodes_of_a_row_that_do_not_begin_alike_are_counted(boards: Played):
 @pytest.fixture
 def urls() -> list[str]:
     with (
-        closing(socket.create_server(("127.0.0.1", 0))) as one,
-        closing(socket.create_server(("127.0.0.1", 0))) as other,
+        closing(socket.create_server(("127.0.0.1", 0))) as first,
+        closing(socket.create_server(("127.0.0.1", 0))) as second,
     ):
-        return [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+        return [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in (first, second)]
 
 
 @pytest.fixture
@@ -304,9 +302,7 @@ def serve_at(url: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.long
-def test_episodes_go_to_the_servers_that_are_left_and_wait_for_one_that_comes_back(
-    urls: list[str], servers: list[Any]
-):
+def test_episodes_go_to_live_servers_and_wait_for_a_lost_one(urls: list[str], servers: list[Any]):
     with opened(server=urls, folder=None, retries=0, **TEXT) as played:
         played(Saying("ab"), {"reset": {}})
         servers[0].kill()
@@ -321,7 +317,7 @@ def test_episodes_go_to_the_servers_that_are_left_and_wait_for_one_that_comes_ba
 
 
 @pytest.mark.long
-def test_a_server_that_stays_away_fails_the_episode_with_the_reason(
+def test_lost_server_fails_the_episode_with_the_reason(
     urls: list[str], servers: list[Any], capfd: pytest.CaptureFixture[str]
 ):
     with opened(server=urls[0], retries=0, deadline_s=4.0, **TEXT) as played:
@@ -352,9 +348,7 @@ with GenericEnvClient(base_url=sys.argv[1]).sync() as session:
 
 
 @pytest.mark.long
-def test_a_server_that_is_full_at_the_start_is_asked_again_for_its_tools(
-    urls: list[str], servers: list[Any]
-):
+def test_full_server_is_asked_again_for_its_tools(urls: list[str], servers: list[Any]):
     """Another client has its only session, and leaves after a while."""
     with subprocess.Popen([THERE, "-c", HOLDS, urls[0]], stdout=subprocess.PIPE) as holds:
         assert holds.stdout is not None and holds.stdout.readline() == b"holds\n"
@@ -364,7 +358,7 @@ def test_a_server_that_is_full_at_the_start_is_asked_again_for_its_tools(
     assert sample.reward == 0.25
 
 
-def test_rows_of_a_server_without_tasks_are_refused_with_the_reason():
+def test_rows_of_a_server_without_tasks_are_refused():
     arguments = {
         "server": "products:app",
         "python": THERE,
@@ -405,7 +399,7 @@ def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "override, told",
+    "override, message",
     [
         ("rollout.args.rows.train=0", "rollout.args.rows=.*expected `int` >= 1"),
         ("rollout.args.seeds=3", "rollout.args.seeds=3: unknown argument"),
@@ -413,8 +407,8 @@ def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
         ("rollout.name=single_turn", "rollout.name=single_turn: only an environment of a hub"),
     ],
 )
-def test_rows_are_refused_where_the_settings_are_wrong(override: str, told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_rows_are_refused_where_the_settings_are_wrong(override: str, message: str):
+    with pytest.raises(ConfigError, match=message):
         write_environment_rows(load_config(str(ROOT / "configs/examples/openenv.yaml"), [override]))
 
 
@@ -423,7 +417,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (
             {"server": "no_such:app"},
@@ -441,15 +435,17 @@ def read(file: Path) -> list[dict[str, Any]]:
         ({"on_crash": float("inf")}, "rollout.args.on_crash=inf: must be a finite number"),
     ],
 )
-def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str, Any], told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_not_there_is_refused_before_anything_starts(
+    arguments: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
         OpenEnv(
             TOKENIZER, **{"python": THERE, "server": "boards:app", "folder": FOLDER, **arguments}
         )
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         ({"text_field": "move"}, "text_field=move: an action has text, times"),
         pytest.param(
@@ -469,11 +465,9 @@ def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str
         ),
     ],
 )
-def test_a_server_that_cannot_be_used_ends_the_run_with_the_reason(
-    arguments: dict[str, Any], told: str
-):
+def test_unusable_server_ends_the_run_with_the_reason(arguments: dict[str, Any], message: str):
     with (
         opened(**arguments, retries=0) as played,
-        pytest.raises(RuntimeError, match=f"(?s)could not be started.*{told}"),
+        pytest.raises(RuntimeError, match=f"(?s)could not be started.*{message}"),
     ):
         played(Saying("ab"), {"reset": {}})

@@ -41,12 +41,12 @@ def play(kind: str, *texts: str, n: int = 1, **arguments: Any) -> Group:
 
 
 def test_reward_and_metrics_are_the_environments():
-    found = {sample.text: sample for sample in play("fine", "a", "bcd", n=2).samples}
-    assert {text: sample.reward for text, sample in found.items()} == {
+    samples = {sample.text: sample for sample in play("fine", "a", "bcd", n=2).samples}
+    assert {text: sample.reward for text, sample in samples.items()} == {
         "a<eos>": 1.0,
         "bcd<eos>": 0.0,
     }
-    right = found["a<eos>"].metrics
+    right = samples["a<eos>"].metrics
     assert (
         right["letters"] == 1
         and right["_lambda_"] == 2
@@ -56,7 +56,7 @@ def test_reward_and_metrics_are_the_environments():
 
 
 @pytest.mark.parametrize(
-    "kind, counted, arguments, told",
+    "kind, counted, arguments, message",
     [
         ("raises", "failed_environment", {}, "RuntimeError: the board is broken"),
         ("error", "failed_environment", {}, "ValueError: no such move"),
@@ -97,16 +97,20 @@ def test_reward_and_metrics_are_the_environments():
         ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),
     ],
 )
-def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
-    kind: str, counted: str, arguments: dict[str, Any], told: str, capfd: pytest.CaptureFixture[str]
+def test_failed_episode_is_counted_and_rewarded_as_a_crash(
+    kind: str,
+    counted: str,
+    arguments: dict[str, Any],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
 ):
     [sample] = play(kind, "a", on_crash=-0.5, **arguments).samples
     assert sample.reward == -0.5 and sample.text == "a<eos>"
     assert [name for name in FAILED if sample.metrics[name]] == [counted]
-    assert told in capfd.readouterr().out
+    assert message in capfd.readouterr().out
 
 
-def test_a_reward_function_that_is_called_reward_is_a_metric_as_others_are():
+def test_reward_function_named_reward_is_a_metric():
     [sample] = play("own reward", "a").samples
     assert sample.reward == 1.0 and sample.metrics["reward_"] == 0.5
 
@@ -134,13 +138,13 @@ def test_an_environment_that_never_calls_drops_its_prompt():
 
 
 def test_too_many_prompts_without_a_call_end_the_run():
-    told = (
+    message = (
         r"the environment games sampled nothing from the policy for 1 of the last 1 prompts, "
         r"more than rollout.args.max_unanswered=0"
     )
     with pytest.raises(
         RuntimeError,
-        match=rf"{told} of 100; for example prompt 0: no call of it was answered: it ended well",
+        match=rf"{message} of 100; for example prompt 0: no call of it was answered: it ended well",
     ):
         play("mute", "a", retries=1, max_unanswered=0.0)
 
@@ -156,7 +160,7 @@ def test_a_row_that_has_no_room_is_tried_once():
     )
 
 
-def test_an_environment_that_cannot_be_loaded_ends_the_run_with_the_reason():
+def test_unloadable_environment_ends_the_run_with_the_reason():
     with pytest.raises(
         RuntimeError,
         match=r"(?s)status 1;.*it cannot be loaded: TypeError: load_environment\(\) got an "
@@ -179,7 +183,7 @@ def test_an_engine_that_fails_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (
             {"environment": "no-such-game"},
@@ -201,8 +205,10 @@ def test_an_engine_that_fails_ends_the_run():
         ),
     ],
 )
-def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str, Any], told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_not_there_is_refused_before_anything_starts(
+    arguments: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
         Verifiers(TOKENIZER, **{**HERE, **arguments})
 
 
@@ -254,12 +260,12 @@ def test_an_environment_of_the_package_itself(tmp_path: Path):
     )
 
 
-def test_what_an_environment_has_started_ends_with_whoever_has_started_its_worker():
-    """As when the run is killed: only the end of the pipe tells the worker."""
-    asked = {"do": "serve", "environment": "games", "args": {"kind": "starts"}}
+def test_processes_of_an_environment_end_with_the_run():
+    """The end of the pipe alone tells the worker, as when the run is killed."""
+    request = {"do": "serve", "environment": "games", "args": {"kind": "starts"}}
     inside = ROOT / "megarl/agents/hubs/inside_verifiers.py"
     environment = {**os.environ, "PYTHONPATH": HERE["folder"]}
-    command = [sys.executable, str(inside), json.dumps(asked)]
+    command = [sys.executable, str(inside), json.dumps(request)]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -278,18 +284,18 @@ def test_what_an_environment_has_started_ends_with_whoever_has_started_its_worke
 
 
 @pytest.mark.parametrize(
-    "names, told",
+    "names, message",
     [({"A=B": "x"}, "illegal environment variable name"), ({"A": "x\0y"}, "embedded null byte")],
 )
-def test_variables_that_cannot_be_are_refused(names: dict[str, str], told: str):
+def test_variables_that_cannot_be_are_refused(names: dict[str, str], message: str):
     with pytest.raises(
-        ConfigError, match=f"rollout.args.environment=games: .* cannot be started: {told}"
+        ConfigError, match=f"rollout.args.environment=games: .* cannot be started: {message}"
     ):
         Verifiers(TOKENIZER, environment="games", args={"kind": "fine"}, variables=names, **HERE)
 
 
 def test_rows_do_not_wait_for_what_the_environment_has_started(tmp_path: Path):
-    others = set(psutil.process_iter())
+    earlier = set(psutil.process_iter())
     arguments = {**HERE, "environment": "games", "args": {"kind": "starts"}, "start_s": 100.0}
     begin = time.monotonic()
     assert write_rows(arguments, {"train": tmp_path / "rows.jsonl"}).endswith(
@@ -298,20 +304,20 @@ def test_rows_do_not_wait_for_what_the_environment_has_started(tmp_path: Path):
     assert time.monotonic() - begin < 60
     # None for zombies
     sleeping = [
-        each
-        for each in psutil.process_iter(["cmdline"])
-        if each.info["cmdline"] == ["sleep", "1009"]
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] == ["sleep", "1009"]
     ]
-    assert not psutil.wait_procs(set(sleeping) - others, timeout=10)[1]
+    assert not psutil.wait_procs(set(sleeping) - earlier, timeout=10)[1]
 
 
 def test_a_worker_ends_with_whoever_has_started_it():
     """Even while a reward function hangs: the pipe that the worker reads is closed."""
-    asked = {"do": "serve", "environment": "games", "args": {"kind": "hangs"}}
+    request = {"do": "serve", "environment": "games", "args": {"kind": "hangs"}}
     inside = ROOT / "megarl/agents/hubs/inside_verifiers.py"
     environment = {**os.environ, "PYTHONPATH": HERE["folder"]}
     with subprocess.Popen(
-        [sys.executable, str(inside), json.dumps(asked)],
+        [sys.executable, str(inside), json.dumps(request)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

@@ -77,7 +77,7 @@ def test_rows_are_the_tasks_that_are_selected(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (
             {"rows": {"eval": {}}, "args": args()},
@@ -107,31 +107,31 @@ def test_rows_are_the_tasks_that_are_selected(tmp_path: Path):
     ],
 )
 def test_rows_that_cannot_be_had_are_refused_with_the_reason(
-    arguments: dict[str, Any], told: str, tmp_path: Path
+    arguments: dict[str, Any], message: str, tmp_path: Path
 ):
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         write_rows({**HERE, **arguments}, {"train": tmp_path / "train.jsonl"})
 
 
 def test_reward_and_metrics_are_those_of_the_trace(row: dict[str, Any]):
-    found = {
+    samples = {
         sample.text: sample for sample in play(row, Saying("3", "17"), n=2, args=args()).samples
     }
-    assert {text: sample.reward for text, sample in found.items()} == {
+    assert {text: sample.reward for text, sample in samples.items()} == {
         "3<eos>": 0.75,
         "17<eos>": 0.0,
     }
-    right = found["3<eos>"].metrics
+    right = samples["3<eos>"].metrics
     assert [right[name] for name in ("right", "short", "letters", "calls")] == [
         1,
         1,
         1,
         1,
     ] and not any(map(right.get, FAILED))
-    assert found["17<eos>"].metrics["letters"] == 2
+    assert samples["17<eos>"].metrics["letters"] == 2
 
 
-def test_turns_and_tools_of_an_episode_are_one_sequence_of_what_was_sampled(row: dict[str, Any]):
+def test_turns_and_tools_of_an_episode_are_one_sequence(row: dict[str, Any]):
     called = '<tool_call>{"name": "calculator_add", "arguments": {"a": 2, "b": 1}}</tool_call>'
     policy = Saying(called, "3")
     [sample] = play(row, policy, args=args(turns=2, tools=True)).samples
@@ -153,7 +153,7 @@ def test_turns_and_tools_of_an_episode_are_one_sequence_of_what_was_sampled(row:
 
 
 @pytest.mark.parametrize(
-    "kind, counted, arguments, told",
+    "kind, counted, arguments, message",
     [
         ("raises", "failed_environment", {}, "RuntimeError: the board is broken"),
         ("function", "failed_reward", {}, "TaskError: .*KeyError: 'rubric'"),
@@ -173,18 +173,18 @@ def test_turns_and_tools_of_an_episode_are_one_sequence_of_what_was_sampled(row:
         ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),
     ],
 )
-def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
+def test_failed_episode_is_counted_and_rewarded_as_a_crash(
     kind: str,
     counted: str,
     arguments: dict[str, Any],
-    told: str,
+    message: str,
     row: dict[str, Any],
     capfd: pytest.CaptureFixture[str],
 ):
     [sample] = play(row, Saying("3"), on_crash=-0.5, args=args(kind), **arguments).samples
     assert sample.reward == -0.5 and sample.text == "3<eos>"
     assert [name for name in FAILED if sample.metrics[name]] == [counted]
-    assert re.search(told, capfd.readouterr().out)
+    assert re.search(message, capfd.readouterr().out)
 
 
 def test_a_row_of_another_task_is_not_played(

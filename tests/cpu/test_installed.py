@@ -32,17 +32,17 @@ def test_table_of_arguments_is_what_sglang_takes(
     with open(tmp_path / "names", "wb") as output:
         process = ENGINES.start("test_installed:print_server_args", [], {}, output)
     assert psutil.wait_procs([process], timeout=120)[1] == []
-    there = (tmp_path / "names").read_text().split()
+    sglang_names = (tmp_path / "names").read_text().split()
     assert set(vendor_settings.vendor_arguments("sglang", "generator.server_args")) == {
-        name for name in there if not name.startswith("_")
+        name for name in sglang_names if not name.startswith("_")
     }
     # another name of tp_size
-    ours = {
+    parsed_names = {
         *vendor_settings.SGLANG_BY_KEY,
         *vendor_settings.SET_BY_LAUNCHER,
         *vendor_settings.SGLANG_REFUSED,
     } - {"tp"}
-    assert ours <= set(there)
+    assert parsed_names <= set(sglang_names)
     untyped = [
         name
         for name, argument in vendor_settings.vendor_arguments(

@@ -51,7 +51,7 @@ def test_kernels(file, interpret, tmp_path):
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
-def test_the_kernels_division_is_exact_for_every_bf16_number_and_scale():
+def test_kernels_division_is_exact_for_bf16():
     """Checks its formula in exact fractions.
 
     A power of two changes no significand, so one binade of each stands for all.
@@ -108,7 +108,8 @@ def random_sets(
     truth values. The first two are the smallest and the largest possible.
     """
     inside = torch.rand(len(targets), VOCAB, generator=generator) < 0.3
-    inside[0], inside[1] = False, True
+    inside[0] = False
+    inside[1] = True
     inside.scatter_(1, targets[:, None], True)
     sets = [
         row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=generator)] for row in inside
@@ -123,7 +124,7 @@ def random_sets(
 @pytest.mark.parametrize("chunk", [4, 100])
 @pytest.mark.parametrize("part", [False, True])
 def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weight, chunk, part):
-    """`part`: the softmax of each row is over a set of its own, of which some ranks hold nothing."""
+    """`part`: each row's softmax is over a set of its own, of which some ranks hold nothing."""
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (
         torch.randn(rows, HIDDEN, generator=generator).to(dtype) for rows in (ROWS, PADDED)
@@ -139,61 +140,66 @@ def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weigh
             for rows in hidden.split(chunk)
         ]
         logits = logits + (torch.cat(rounded).double() - logits).detach()
-    kept, inside = (
+    sets_of_rows, inside = (
         random_sets(targets, generator)
         if part
         else (None, torch.ones(ROWS, VOCAB, dtype=torch.bool))
     )
     log_p = torch.log_softmax((logits[:, :VOCAB] / 0.7).masked_fill(~inside, -torch.inf), -1)
-    wanted = log_p.gather(-1, targets[:, None])[:, 0]
-    wanted_entropy = -(log_p.exp() * log_p.masked_fill(~inside, 0.0)).sum(-1)
-    ((wanted + entropy_weight * wanted_entropy) * weights).sum().backward()
+    expected = log_p.gather(-1, targets[:, None])[:, 0]
+    expected_entropy = -(log_p.exp() * log_p.masked_fill(~inside, 0.0)).sum(-1)
+    ((expected + entropy_weight * expected_entropy) * weights).sum().backward()
 
     def on_rank(group):
-        mine = (
-            hidden.clone().requires_grad_(),
-            weight.chunk(size)[group.rank()].clone().requires_grad_(),
+        x = hidden.clone().requires_grad_()
+        w = weight.chunk(size)[group.rank()].clone().requires_grad_()
+        logprobs, entropy = linear_logprobs(
+            x, w, targets, group, VOCAB, 0.7, chunk, None, sets_of_rows
         )
-        found, entropy = linear_logprobs(*mine, targets, group, VOCAB, 0.7, chunk, None, kept)
-        ((found + entropy_weight * entropy if entropy_weight else found) * weights).sum().backward()
-        main_grad = torch.ones(mine[1].shape)
-        again = hidden.clone().requires_grad_(), mine[1].detach().clone().requires_grad_()
-        into, entropy = linear_logprobs(*again, targets, group, VOCAB, 0.7, chunk, main_grad, kept)
+        (
+            (logprobs + entropy_weight * entropy if entropy_weight else logprobs) * weights
+        ).sum().backward()
+        main_grad = torch.ones(w.shape)
+        x_again = hidden.clone().requires_grad_()
+        w_again = w.detach().clone().requires_grad_()
+        into, entropy = linear_logprobs(
+            x_again, w_again, targets, group, VOCAB, 0.7, chunk, main_grad, sets_of_rows
+        )
         ((into + entropy_weight * entropy) * weights).sum().backward()
-        assert torch.equal(into, found) and not again[1].grad.any()
-        return found.detach(), entropy.detach(), mine[0].grad, mine[1].grad, main_grad - 1
+        assert torch.equal(into, logprobs) and not w_again.grad.any()
+        return logprobs.detach(), entropy.detach(), x.grad, w.grad, main_grad - 1
 
     results = on_ranks(size, on_rank)
-    for found, entropy, *_ in results:
-        assert found.dtype == entropy.dtype == torch.float32
-        torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-6, atol=5e-6)
-        torch.testing.assert_close(entropy.double(), wanted_entropy.detach(), rtol=1e-6, atol=5e-6)
+    for logprobs, entropy, *_ in results:
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        torch.testing.assert_close(logprobs.double(), expected.detach(), rtol=1e-6, atol=5e-6)
+        torch.testing.assert_close(
+            entropy.double(), expected_entropy.detach(), rtol=1e-6, atol=5e-6
+        )
     hidden_grad = sum(gradient.double() for _, _, gradient, _, _ in results)
     weight_grad, main_grad = (torch.cat([result[i] for result in results]) for i in (3, 4))
     assert weight_grad.dtype == dtype and not weight_grad[VOCAB:].any()
-    for found, want in (
+    for logprobs, want in (
         (hidden_grad, exact[0].grad),
         (weight_grad, exact[1].grad),
         (main_grad, exact[1].grad),
     ):
         rounding = 1e-5 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(
-            found.double(), want, rtol=rounding, atol=rounding * want.abs().max().item()
+            logprobs.double(), want, rtol=rounding, atol=rounding * want.abs().max().item()
         )
 
 
 def test_no_row_has_no_logprob_and_a_zero_gradient():
-    hidden, weight = (
-        torch.zeros(0, HIDDEN, requires_grad=True),
-        torch.ones(PADDED, HIDDEN, requires_grad=True),
-    )
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    weight = torch.ones(PADDED, HIDDEN, requires_grad=True)
 
     def on_rank(group):
-        found, entropy = linear_logprobs(
+        logprobs, entropy = linear_logprobs(
             hidden, weight, torch.zeros(0, dtype=torch.int64), group, VOCAB
         )
-        assert found.shape == entropy.shape == (0,)
-        found.sum().backward()
+        assert logprobs.shape == entropy.shape == (0,)
+        logprobs.sum().backward()
 
     on_ranks(1, on_rank)
     assert hidden.grad.shape == (0, HIDDEN) and not weight.grad.any()
@@ -204,10 +210,8 @@ def test_memory_is_that_of_a_chunk():
     rows = 96
     vocab = 4096
     chunk = 8
-    hidden, weight = (
-        torch.randn(rows, HIDDEN, requires_grad=True),
-        torch.randn(vocab, HIDDEN, requires_grad=True),
-    )
+    hidden = torch.randn(rows, HIDDEN, requires_grad=True)
+    weight = torch.randn(vocab, HIDDEN, requires_grad=True)
     largest = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -222,8 +226,10 @@ def test_memory_is_that_of_a_chunk():
 
     def on_rank(group):
         with Sizes():
-            found, _ = linear_logprobs(hidden, weight, torch.arange(rows), group, vocab, 1.0, chunk)
-            found.sum().backward()
+            logprobs, _ = linear_logprobs(
+                hidden, weight, torch.arange(rows), group, vocab, 1.0, chunk
+            )
+            logprobs.sum().backward()
 
     on_ranks(1, on_rank)
     assert max(largest) == chunk * vocab

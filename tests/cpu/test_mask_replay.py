@@ -70,13 +70,13 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
         )
         transcript.add_policy(first)
         transcript.add_environment([7, 8, 9])
-        [rest] = await fleet.generate(transcript.token_ids, transcript.turn(sampling), 1)
-        transcript.add_policy(rest)
+        [completion] = await fleet.generate(transcript.token_ids, transcript.turn(sampling), 1)
+        transcript.add_policy(completion)
         return transcript.sample(1.0)
 
     async def body() -> dict[str, list[TrainSequence]]:
         client = engine.client(VOCABULARY)
-        made = {}
+        completions = {}
         await client.wait_ready(120, engine.log, engine.died)
         fleet = Fleet([client], "resume", chunk_tokens=7)
         for name, sampling in SAMPLINGS.items():
@@ -90,11 +90,11 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
                     for i, (ids, group) in enumerate(zip(PROMPTS, samples))
                 ]
             )
-            made[name] = [
+            completions[name] = [
                 *to_train_sequences(batch, torch.ones(len(PROMPTS), 2), skip_zero=True).values()
             ]
         await client.close()
-        return made
+        return completions
 
     try:
         return checkpoint, asyncio.run(body())
@@ -108,16 +108,17 @@ def runs(
     drawn: tuple[Path, dict[str, list[TrainSequence]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    out, (checkpoint, sequences) = tmp_path_factory.mktemp("runs"), drawn
+    out = tmp_path_factory.mktemp("runs")
+    checkpoint, sequences = drawn
 
     def ratios(name: str) -> dict[str, Any]:
         (out / f"{name}.pickle").write_bytes(pickle.dumps(sequences[name]))
-        given = {
+        arguments = {
             "model": str(checkpoint),
             "sequences": str(out / f"{name}.pickle"),
             "temperature": TEMPERATURE,
         }
-        return {"run": "ratios", "name": f"ratios.{name}", "topology": {"tp": 2}, **given}
+        return {"run": "ratios", "name": f"ratios.{name}", "topology": {"tp": 2}, **arguments}
 
     for world in (1, 2):
         cases = [
@@ -143,20 +144,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_at_equal_weights_ratios_are_1_over_the_sets_and_only_there(
-    runs: Path, drawn: Any, name: str
-) -> None:
+def test_ratios_at_equal_weights_are_1_over_the_sets(runs: Path, drawn: Any, name: str) -> None:
+    """Over the whole vocabulary they are not."""
     sequences = drawn[1][name]
-    mine, mu = (
-        np.concatenate([getattr(each, field) for each in sequences])
+    trained, mu = (
+        np.concatenate([getattr(sequence, field) for sequence in sequences])
         for field in ("loss_mask", "mu_logprobs")
     )
-    assert mine.sum() == len(sequences) * (SAMPLINGS[name].max_tokens - 3)
-    counts = np.concatenate([each.kept.counts for each in sequences])
+    assert trained.sum() == len(sequences) * (SAMPLINGS[name].max_tokens - 3)
+    counts = np.concatenate([sequence.kept.counts for sequence in sequences])
     largest = {"top_k": 20, "bounded": MOST_KEPT}.get(name)
     assert set(counts) == {0, largest} if largest else 1000 < counts.max() < MOST_KEPT
     for rank in saved(runs, f"ratios.{name}"):
-        over_sets, over_all = (np.exp(np.concatenate(rows)[mine] - mu[mine]) for rows in rank)
+        over_sets, over_all = (np.exp(np.concatenate(rows)[trained] - mu[trained]) for rows in rank)
         assert np.abs(over_sets - 1).max() < 1e-5
         assert over_all.max() < 1 + 1e-5 and over_all.mean() < 0.97, (
             "the share of the probability that was kept"
@@ -181,9 +181,9 @@ def test_log_probs_entropy_and_gradients_are_over_the_sets(
                 assert row == pytest.approx(want, abs=1e-5)
         assert rank["step"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert rank["step"]["entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
-    found = hf_gradients(
+    gradients = hf_gradients(
         models[model],
         TrainerTopology(**LAYOUTS[layout][1]),
         [rank["step"]["grads"] for rank in ranks],
     )
-    assert_same_gradients(found, expected["grads"])
+    assert_same_gradients(gradients, expected["grads"])

@@ -179,7 +179,7 @@ def difference(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled_it(rig, mode):
+def test_tokens_have_the_version_and_log_prob_of_their_weights(rig, mode):
     runner, rig = rig
 
     async def body() -> list[list[Completion]]:
@@ -218,9 +218,13 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
         ):
             scored = runner.run(rig.scores(prompt, completions, version))
             for completion, fresh in zip(completions, scored):
-                at = [i for i, each in enumerate(completion.versions) if each == version]
+                places = [
+                    i
+                    for i, token_version in enumerate(completion.versions)
+                    if token_version == version
+                ]
                 assert (
-                    difference([completion.logprobs[i] for i in at], [fresh[i] for i in at])
+                    difference([completion.logprobs[i] for i in places], [fresh[i] for i in places])
                     < TOLERANCE
                 )
 
@@ -230,31 +234,31 @@ def check_experts(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
     and values were computed anew, the choice of the new weights. (A few may differ: if two experts'
     scores are equal up to rounding, either may be chosen.)
     """
-    same = other = total = 0
+    same = different = total = 0
     for prompt, completion in (
         (prompt, completion) for prompt, group in zip(PROMPTS, groups) for completion in group
     ):
         tokens = [*prompt, *completion.token_ids]
         versions = completion.versions
-        found = torch.from_numpy(rig.routing.unpack(completion.routing).astype("int64")).sort(
+        routed = torch.from_numpy(rig.routing.unpack(completion.routing).astype("int64")).sort(
             dim=-1
         )[0]
-        assert len(found) == len(tokens) - 1
+        assert len(routed) == len(tokens) - 1
         by = [
-            versions[max(0, at + 1 - len(prompt))] if mode != "retract" else versions[-1]
-            for at in range(len(found))
+            versions[max(0, position + 1 - len(prompt))] if mode != "retract" else versions[-1]
+            for position in range(len(routed))
         ]
         choices = [hf_experts(model, tokens) for model in rig.models]
         same += sum(
-            torch.equal(ids, choices[version % 2][at])
-            for at, (ids, version) in enumerate(zip(found, by))
+            torch.equal(ids, choices[version % 2][position])
+            for position, (ids, version) in enumerate(zip(routed, by))
         )
-        other += sum(
-            torch.equal(ids, choices[1 - version % 2][at])
-            for at, (ids, version) in enumerate(zip(found, by))
+        different += sum(
+            torch.equal(ids, choices[1 - version % 2][position])
+            for position, (ids, version) in enumerate(zip(routed, by))
         )
-        total += len(found)
-    assert same > 0.995 * total > total / 2 > other, (same, other, total)
+        total += len(routed)
+    assert same > 0.995 * total > total / 2 > different, (same, different, total)
 
 
 def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
@@ -267,7 +271,9 @@ def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
             old, new = (rig.models[version % 2] for version in (before, after))
             by = sampled_by([old, new], prompt, completion, TOLERANCE)
             assert set(by) == {0, 1}, "some of each"
-            assert completion.versions.tolist() == [after if each else before for each in by]
+            assert completion.versions.tolist() == [
+                after if sampled_after else before for sampled_after in by
+            ]
             forgotten = hf_logprobs(new, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
             forgotten = forgotten.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert difference(completion.logprobs, forgotten.tolist()) > 0.01, (
@@ -293,32 +299,32 @@ def test_every_token_has_the_set_it_was_drawn_from(rig, mode):
     for prompt, completions in zip(PROMPTS, runner.run(body())):
         for completion in completions:
             tokens = torch.tensor(completion.token_ids)
-            kept = completion.kept
-            assert len(kept) == len(tokens) == NUCLEUS.max_tokens and len(
+            sets = completion.kept
+            assert len(sets) == len(tokens) == NUCLEUS.max_tokens and len(
                 set(completion.versions)
             ) == (1 if mode in ("block", "abort") else 2)
-            sizes = torch.tensor(kept.counts)
+            sizes = torch.tensor(sets.counts)
             inside = torch.zeros(len(tokens), VOCABULARY, dtype=torch.bool)
-            inside[torch.arange(len(sizes)).repeat_interleave(sizes), torch.tensor(kept.ids())] = (
+            inside[torch.arange(len(sizes)).repeat_interleave(sizes), torch.tensor(sets.ids())] = (
                 True
             )
             assert inside[torch.arange(len(tokens)), tokens].all()
             if mode == "in_flight":
                 continue
-            both = [
+            by_version = [
                 hf_logprobs(model, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
                 for model in rig.models
             ]
             by = torch.tensor(completion.versions) % 2
-            ours = torch.where(by[:, None] == 0, *both)
+            logprobs = torch.where(by[:, None] == 0, *by_version)
             assert (
-                ours.masked_fill(~inside, 0).amin(-1)
-                > ours.masked_fill(inside, -99).amax(-1) - TOLERANCE
+                logprobs.masked_fill(~inside, 0).amin(-1)
+                > logprobs.masked_fill(inside, -99).amax(-1) - TOLERANCE
             ).all()
-            mass = ours.masked_fill(~inside, -torch.inf).logsumexp(-1)
+            mass = logprobs.masked_fill(~inside, -torch.inf).logsumexp(-1)
             assert (mass.exp() > NUCLEUS.top_p - TOLERANCE).all() and (mass.exp() < 0.9).all()
-            wanted = ours.gather(-1, tokens[:, None])[:, 0] - mass
-            assert difference(completion.logprobs, wanted.tolist()) < TOLERANCE
+            expected = logprobs.gather(-1, tokens[:, None])[:, 0] - mass
+            assert difference(completion.logprobs, expected.tolist()) < TOLERANCE
 
 
 async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:

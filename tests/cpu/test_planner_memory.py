@@ -109,11 +109,11 @@ def test_a_real_trainer_holds_what_was_planned(
     model, sizes, dtype = CASES[name]
     trainer = TrainerConfig(**sizes)
     stages = stage_memory(load_spec(model), trainer, dtype, GPUS["cpu"])
-    for rank, found in enumerate(weighed[name]):
+    for rank, measured in enumerate(weighed[name]):
         planned = stages[rank if trainer.pp == 2 else 0]
-        assert found["weights"] == planned.weights
-        assert found["gradients"] == pytest.approx(planned.gradients, rel=3e-4)
-        assert found["optimizer"] == pytest.approx(planned.optimizer, rel=3e-4)
+        assert measured["weights"] == planned.weights
+        assert measured["gradients"] == pytest.approx(planned.gradients, rel=3e-4)
+        assert measured["optimizer"] == pytest.approx(planned.optimizer, rel=3e-4)
 
 
 def test_a_recomputed_layer_keeps_what_enters_it(weighed: dict[str, list[dict[str, int]]]) -> None:
@@ -130,15 +130,15 @@ def test_layer_on_cpu_keeps_what_was_planned(
     as much as a GPU.
     """
     trainer = TrainerConfig(tp=2, max_tokens_per_microbatch=TOKENS)
-    more: dict[str, float] = {}
+    extra: dict[str, float] = {}
     for gpu in ("cpu", "H100"):
         two, four = (
             stage_memory(load_spec(model), trainer, dtype, GPUS[gpu])[0] for model in (LLAMA, DEEP)
         )
-        more[gpu] = four.activations - two.activations
+        extra[gpu] = four.activations - two.activations
     for few, many in zip(weighed[f"two_layers_kept_{dtype}"], weighed[f"four_layers_kept_{dtype}"]):
-        assert many["kept"] - few["kept"] == pytest.approx(more["cpu"], rel=0.05)
-    assert 1.5 * more["H100"] < more["cpu"] < 2.2 * more["H100"]
+        assert many["kept"] - few["kept"] == pytest.approx(extra["cpu"], rel=0.05)
+    assert 1.5 * extra["H100"] < extra["cpu"] < 2.2 * extra["H100"]
 
 
 @pytest.mark.parametrize(

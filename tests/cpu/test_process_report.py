@@ -18,13 +18,13 @@ RANK = Path(__file__).with_name("waiting_rank.py")
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "how, doing",
+    "mode, doing",
     [
         ("stopped", "is stopped (SIGSTOP, or a debugger)"),
         pytest.param("busy", "was in busy (cpu/waiting_rank.py:", marks=pytest.mark.long),
     ],
 )
-def test_a_rank_that_does_not_come_is_named(tmp_path, how, doing):
+def test_a_rank_that_does_not_come_is_named(tmp_path, mode, doing):
     with ProcessGroup(tmp_path / "logs") as group:
         for rank in range(3):
             argv = [
@@ -34,7 +34,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, how, doing):
                 "3",
                 str(tmp_path / "store"),
                 str(tmp_path),
-                how,
+                mode,
             ]
             group.start(ProcessSpec(f"trainer.{rank}", argv, dumps_stacks=True))
         with pytest.raises(ProcessFailed) as failed:

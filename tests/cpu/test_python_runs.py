@@ -55,17 +55,17 @@ def test_the_cells_of_the_document_run_in_a_notebook(tmp_path: Path) -> None:
         cells.append(tmp_path / f"cell_{number}.py")
         cells[-1].write_text(cell)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", NOTEBOOK, *cells],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
     run_dir = tmp_path / "runs/notebook"
     assert (
-        "runs/notebook: 2 steps" in done.stdout
+        "runs/notebook: 2 steps" in completed.stdout
         and (run_dir / "exported/model.safetensors").exists()
     )
     assert f"name: {tmp_path}/graders.py:share_right" in (run_dir / "config.yaml").read_text()
@@ -73,5 +73,5 @@ def test_the_cells_of_the_document_run_in_a_notebook(tmp_path: Path) -> None:
     assert (
         steps >= 4
         and complete_checkpoints(run_dir)[-1][0] == steps
-        and f"stopped at step {steps}" in done.stdout
+        and f"stopped at step {steps}" in completed.stdout
     )

@@ -35,7 +35,7 @@ def pairs(path: Path) -> list[dict]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.long)])
-def test_the_corpora_are_scored_as_they_are_labelled_in_every_process(every: int):
+def test_corpora_are_scored_as_labelled_in_every_process(every: int):
     """The second process also gets the pairs in the opposite order, so a score does not depend on
     earlier pairs.
     """
@@ -62,16 +62,16 @@ def test_the_corpora_are_scored_as_they_are_labelled_in_every_process(every: int
 
 
 def test_the_corpora_are_large_and_varied():
-    made = pairs(MADE)
+    generated = pairs(MADE)
     by_hand = pairs(BY_HAND)
-    kinds = Counter(row["kind"] for row in made)
-    assert len(made) >= 3400 and len(kinds) >= 40
-    assert min(Counter(row["right"] for row in made).values()) >= 1200
+    kinds = Counter(row["kind"] for row in generated)
+    assert len(generated) >= 3400 and len(kinds) >= 40
+    assert min(Counter(row["right"] for row in generated).values()) >= 1200
     assert (
         min(Counter((row["half"], row["right"]) for row in by_hand).values()) >= 75
         and len(by_hand) >= 600
     )
-    for rows in (made, by_hand):
+    for rows in (generated, by_hand):
         assert len({(row["reference"], row["response"]) for row in rows}) == len(rows), (
             "no pair is there twice"
         )

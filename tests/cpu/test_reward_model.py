@@ -26,11 +26,11 @@ TOLERANCE = 3e-5
 
 
 def pairs() -> list[dict[str, Any]]:
-    made = [
+    rows_of_pairs = [
         {"prompt": f"{n}+{7 * n % 10}=", "chosen": f"{n},{8 * n % 10}", "rejected": f"{n},5,{n}"}
         for n in range(PAIRS)
     ]
-    return [row | {"by": 0.3 * (n % 3)} for n, row in enumerate(made)]
+    return [row | {"by": 0.3 * (n % 3)} for n, row in enumerate(rows_of_pairs)]
 
 
 def scores_checkpoint(folder: Path, causal: Path) -> Path:
@@ -57,10 +57,8 @@ def plain_loop(model: Any, seed: int) -> dict[str, Any]:
 
     Returns losses, weights, and the accuracies before and after.
     """
-    tokenizer, data = (
-        Tokenizer.from_file(str(ROOT / "configs/models/tiny-llama/tokenizer.json")),
-        pairs(),
-    )
+    tokenizer = Tokenizer.from_file(str(ROOT / "configs/models/tiny-llama/tokenizer.json"))
+    data = pairs()
 
     def score(prompt: str, response: str) -> torch.Tensor:
         ids = tokenizer.encode(prompt).ids
@@ -117,7 +115,7 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
 
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs()))
     path = scores_checkpoint(tmp_path / "scores", causal) if head == "own" else causal
-    done = run([
+    completed = run([
         "reward-model", "configs/examples/reward_model.yaml", f"model.path={path}",
         "model.random_init=false", f"run_dir={tmp_path}/run",
         "seed=3", f"reward_model.data.source={tmp_path}/pairs.jsonl",
@@ -130,36 +128,36 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
         "reward_model.optimizer.weight_decay=0",
         "reward_model.optimizer.warmup_steps=0", "reward_model.optimizer.schedule=constant",
     ])  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     model = AutoModelForSequenceClassification.from_pretrained(
         path, num_labels=1, dtype=torch.float32
     ).double()
     if head == "zeros":
         torch.nn.init.zeros_(model.score.weight)
     expected = plain_loop(model, seed=3)
-    told = rows(tmp_path / "run/reward_model")
-    assert [row["loss"] for row in told] == pytest.approx(expected["losses"], abs=TOLERANCE)
-    assert told[0]["before/accuracy"] == pytest.approx(expected["before"])
-    assert [row["step"] for row in told if "eval/accuracy" in row] == [3, STEPS - 1]
+    metrics = rows(tmp_path / "run/reward_model")
+    assert [row["loss"] for row in metrics] == pytest.approx(expected["losses"], abs=TOLERANCE)
+    assert metrics[0]["before/accuracy"] == pytest.approx(expected["before"])
+    assert [row["step"] for row in metrics if "eval/accuracy" in row] == [3, STEPS - 1]
     assert (
-        told[-1]["eval/accuracy"] == pytest.approx(expected["after"])
-        and told[-1]["learning_rate"] == LR
+        metrics[-1]["eval/accuracy"] == pytest.approx(expected["after"])
+        and metrics[-1]["learning_rate"] == LR
     )
     assert (
-        f"{expected['before']:.3f} (loss" in done.stdout
-        and f"{expected['after']:.3f} (loss" in done.stdout
+        f"{expected['before']:.3f} (loss" in completed.stdout
+        and f"{expected['after']:.3f} (loss" in completed.stdout
     )
-    found = AutoModelForSequenceClassification.from_pretrained(
+    trained = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "run/reward_model/hf", dtype=torch.float32
     )
-    assert found.config.num_labels == 1
+    assert trained.config.num_labels == 1
     if head == "own":
         assert_served_alike(
-            tmp_path / "run/reward_model/hf", found.double(), tmp_path / "engine.log"
+            tmp_path / "run/reward_model/hf", trained.double(), tmp_path / "engine.log"
         )
     for name, weights in expected["weights"].items():
         torch.testing.assert_close(
-            found.state_dict()[name].double(),
+            trained.state_dict()[name].double(),
             weights,
             rtol=0,
             atol=TOLERANCE,
@@ -169,7 +167,7 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
 
 def test_bad_pairs_are_one_message_before_anything_starts(causal: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2"}\n')
-    done = run([
+    completed = run([
         "reward-model", "configs/examples/reward_model.yaml", f"model.path={causal}",
         f"run_dir={tmp_path}/run",
         f"reward_model.data.source={tmp_path}/pairs.jsonl",
@@ -177,8 +175,8 @@ def test_bad_pairs_are_one_message_before_anything_starts(causal: Path, tmp_path
     missing = (
         "no column 'rejected' (reward_model.data.rejected_key); its columns are 'prompt', 'chosen'"
     )
-    assert (done.returncode, done.stdout) == (
+    assert (completed.returncode, completed.stdout) == (
         2,
         "",
-    ) and done.stderr == f"megarl: {tmp_path}/pairs.jsonl, line 1: {missing}\n"
+    ) and completed.stderr == f"megarl: {tmp_path}/pairs.jsonl, line 1: {missing}\n"
     assert not (tmp_path / "run/reward_model/hf").exists()

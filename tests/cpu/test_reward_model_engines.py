@@ -68,26 +68,29 @@ def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) ->
         fleet = Fleet([engine.client()], frozen=True, name="judge")
         await fleet.engines[0].client.wait_ready(120, engine.log, engine.died)
         model = scorer(folder, fleet)
-        asked = requests()
-        found = await asyncio.gather(*(model.score(PART, request) for request in asked * 3))
+        score_requests = requests()
+        scores = await asyncio.gather(
+            *(model.score(PART, request) for request in score_requests * 3)
+        )
         expected = [
-            hf_score(folder, [*request.prompt_token_ids, *request.token_ids]) for request in asked
+            hf_score(folder, [*request.prompt_token_ids, *request.token_ids])
+            for request in score_requests
         ]
-        assert [score.reward for score in found] == pytest.approx(expected * 3, abs=TOLERANCE)
+        assert [score.reward for score in scores] == pytest.approx(expected * 3, abs=TOLERANCE)
         assert len({round(value, 3) for value in expected}) == len(expected) and not any(
-            score.failures for score in found
+            score.failures for score in scores
         )
 
         # the template's special tokens count, the response's do not
-        own = scorer(folder, fleet, template="<bos>{prompt}\n{response}<eos>")
-        found = [(await own.score(PART, request)).reward for request in asked]
+        templated = scorer(folder, fleet, template="<bos>{prompt}\n{response}<eos>")
+        scores = [(await templated.score(PART, request)).reward for request in score_requests]
         tokenizer = tokenizer_of(str(folder), "path")
         ids = [
             [1, *tokenizer.encode_text(f"{request.prompt}\n{request.response}"), 2]
-            for request in asked
+            for request in score_requests
         ]
-        assert ids[-1].count(2) == 1 and found == pytest.approx(
-            [hf_score(folder, each) for each in ids], abs=TOLERANCE
+        assert ids[-1].count(2) == 1 and scores == pytest.approx(
+            [hf_score(folder, sequence) for sequence in ids], abs=TOLERANCE
         )
 
         long = ScoreRequest("x", "", prompt_token_ids=[4] * CONTEXT, token_ids=[2])
@@ -110,7 +113,7 @@ def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) ->
         asyncio.run(check(engine))
 
 
-def test_what_is_no_score_fails_and_an_engine_that_is_lost_does_not(tmp_path: Path) -> None:
+def test_invalid_score_fails_and_a_lost_engine_does_not(tmp_path: Path) -> None:
     """Scores that are too large; an engine that refuses; an engine that dies during a request,
     which another one then takes over.
     """

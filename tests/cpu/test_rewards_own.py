@@ -210,9 +210,8 @@ def test_an_async_function_judges_all_at_once():
     run(test)
 
 
-def test_a_function_of_ones_own_finds_its_files_and_keys_where_the_launcher_found_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_reward_function_finds_its_files_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They are where the launcher found them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUDGE_KEY", "0.25")
     (tmp_path / "rubric.txt").write_text("0.5")

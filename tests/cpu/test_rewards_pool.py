@@ -59,10 +59,10 @@ def pids(parent: int) -> list[int]:
     """The reward workers among a process's children, found through the system and not through the
     pool.
     """
-    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    process_ids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [
         pid
-        for pid in found
+        for pid in process_ids
         if parent_of(pid) == parent
         and b"megarl.rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
@@ -118,8 +118,8 @@ def test_a_function_without_parameters_is_called_without_any():
 def test_a_slow_answer_costs_its_worker_and_nothing_else():
     async def test() -> None:
         async with RewardPool("reward_functions:patient", workers=1, timeout_s=0.5) as pool:
-            others = [pool.rate(str(i), "3") for i in range(40)]
-            slow, *scores = await asyncio.gather(pool.rate(SLOW, "1"), *others)
+            ratings = [pool.rate(str(i), "3") for i in range(40)]
+            slow, *scores = await asyncio.gather(pool.rate(SLOW, "1"), *ratings)
             assert slow == 0.0 and scores == [float(i == 3) for i in range(40)]
             assert pool.timed_out == 1 and pool.replaced == 1
             assert await pool.rate("5", "5") == 1.0
@@ -127,7 +127,7 @@ def test_a_slow_answer_costs_its_worker_and_nothing_else():
     run(test)
 
 
-def test_a_loop_held_up_beyond_the_time_limit_does_not_blame_the_worker():
+def test_blocked_event_loop_does_not_blame_the_worker():
     async def test() -> None:
         async with RewardPool("last_number", timeout_s=0.2) as pool:
             assert await pool.rate("1", "1") == 1.0
@@ -160,9 +160,9 @@ def test_killed_workers_lose_no_request():
 def test_a_caller_that_gives_up_does_not_stall_the_rest():
     async def test() -> None:
         async with RewardPool("last_number") as pool:
-            gone = asyncio.create_task(pool.rate("1", "1"))
+            cancelled = asyncio.create_task(pool.rate("1", "1"))
             await asyncio.sleep(0)
-            gone.cancel()
+            cancelled.cancel()
             assert await asyncio.gather(pool.rate("2", "2"), pool.rate("3", "2")) == [1.0, 0.0]
 
     run(test)
@@ -186,7 +186,7 @@ def test_closing_ends_the_processes_and_fails_what_is_pending():
     run(test)
 
 
-def test_workers_that_cannot_start_fail_the_calls_instead_of_stalling_them():
+def test_workers_that_cannot_start_fail_the_calls():
     async def test() -> None:
         async with RewardPool("no_such_module:score") as pool:
             with pytest.raises(RuntimeError, match="did not start"):

@@ -97,21 +97,21 @@ def work(pipe: Connection, rank: int, store: str) -> None:
     )
     executor: Any = Rank(rank)
     link: Any = NoLink()
-    held = Ledger(
+    ledger = Ledger(
         groups=[
             pack(group(ordinal), started_s=1.0, ended_s=2.0) for ordinal in range(PER_STEP * STEPS)
         ]
     )
     receiver = RolloutsReceiver(
-        link, TIMEOUT_S, RolloutBuffer(PER_STEP, None, held) if rank == 0 else None
+        link, TIMEOUT_S, RolloutBuffer(PER_STEP, None, ledger) if rank == 0 else None
     )
     for _ in range(STEPS):
         receiver.recv(executor)
         batch = executor.batch
         numbers = {
-            place: (each.prompt_ids.tolist(), each.token_ids.tolist(), each.logprobs.tolist(),
-                    None if each.policy_mask is None else each.policy_mask.tolist(), each.routing)
-            for place, each in batch.numbers.items()
+            place: (value.prompt_ids.tolist(), value.token_ids.tolist(), value.logprobs.tolist(),
+                    None if value.policy_mask is None else value.policy_mask.tolist(), value.routing)
+            for place, value in batch.numbers.items()
         }  # fmt: skip
         pipe.send((batch.groups, len(batch.texts), numbers))
     pipe.send(receiver.ledger() if rank == 0 else None)
@@ -123,31 +123,42 @@ def test_each_rank_has_its_share_and_no_more(tmp_path):
     pipes = []
     processes = []
     for rank in range(4):
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         processes.append(
-            context.Process(target=work, args=(theirs, rank, f"{tmp_path}/store"), daemon=True)
+            context.Process(target=work, args=(child_end, rank, f"{tmp_path}/store"), daemon=True)
         )
         processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
+        child_end.close()
+        pipes.append(parent_end)
     for step in range(STEPS):
-        made = [group(ordinal) for ordinal in range(PER_STEP * step, PER_STEP * (step + 1))]
-        flat = [(each.prompt, sample) for each in made for sample in each.samples]
+        groups_of_step = [
+            group(ordinal) for ordinal in range(PER_STEP * step, PER_STEP * (step + 1))
+        ]
+        flat = [
+            (sample_group.prompt, sample)
+            for sample_group in groups_of_step
+            for sample in sample_group.samples
+        ]
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(2 * TIMEOUT_S), f"rank {rank} says nothing"
             groups, texts, numbers = pipe.recv()
-            assert [(each.ordinal, each.prompt_tokens) for each in groups] == [
-                (each.prompt.ordinal, each.prompt.ordinal + 1) for each in made
+            assert [
+                (sample_group.ordinal, sample_group.prompt_tokens) for sample_group in groups
+            ] == [
+                (sample_group.prompt.ordinal, sample_group.prompt.ordinal + 1)
+                for sample_group in groups_of_step
             ]
-            assert [[sample.tokens for sample in each.samples] for each in groups] == [
-                [3, 2]
-            ] * PER_STEP
+            assert [
+                [sample.tokens for sample in sample_group.samples] for sample_group in groups
+            ] == [[3, 2]] * PER_STEP
             assert texts == (PER_STEP if rank == 0 else 0)
-            [mine] = [share for ranks, share in zip(REPLICAS, assigned(step)) if rank in ranks]
+            [share_here] = [
+                share for ranks, share in zip(REPLICAS, assigned(step)) if rank in ranks
+            ]
             assert numbers == {
                 place: (prompt.token_ids, sample.token_ids.tolist(), sample.logprobs.tolist(),
                         [True, False] if sample.policy_mask else None, sample.routing)
-                for place, (prompt, sample) in enumerate(flat) if place in mine
+                for place, (prompt, sample) in enumerate(flat) if place in share_here
             }  # fmt: skip
     for pipe, process in zip(pipes, processes):
         assert pipe.poll(TIMEOUT_S)

@@ -31,8 +31,8 @@ class Group:
 
 def test_rotation_of_packed_sequences_is_bit_equal() -> None:
     """In a process of its own, since other tests import Megatron without support for CPUs."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, __file__], capture_output=True, encoding="utf-8")
+    assert completed.returncode == 0, completed.stderr
 
 
 def compare(cp_size: int, cp_rank: int) -> None:

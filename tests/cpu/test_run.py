@@ -1,4 +1,4 @@
-"""Whole runs of `megarl train` with real trainers and a real engine, some of whose processes die."""
+"""Whole runs of `megarl train` with real trainers and engines, some of whose processes die."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("run") / "model")
 
 
-def arguments(model, run_dir, *more: str) -> list[str]:
+def arguments(model, run_dir, *overrides: str) -> list[str]:
     return [
         "train",
         "configs/quickstart.yaml",
         f"model.path={model}",
         f"run_dir={run_dir}",
         *OVERRIDES,
-        *more,
+        *overrides,
     ]
 
 
@@ -126,7 +126,7 @@ def test_a_killed_launcher_leaves_no_process_behind(resumed):
     assert resumed.survivors == []
 
 
-def test_a_killed_run_goes_on_without_repeating_or_skipping_a_prompt(resumed):
+def test_killed_run_repeats_and_skips_no_prompt(resumed):
     assert resumed.second.returncode == 0, resumed.second.stderr
     after = rows(resumed.run_dir)
     before = resumed.before
@@ -145,10 +145,14 @@ def test_finished_rollouts_survive_a_kill(resumed):
     """Rollouts that the trainer held when it saved are trained on unchanged, and not generated
     again.
     """
-    held = [(summary_of(group), texts_of(group.texts)) for group in resumed.ledger.groups]
-    assert len(held) >= PROMPTS, "an update waits for what runs: the next batch was there"
+    texts_of_groups = [
+        (summary_of(group), texts_of(group.texts)) for group in resumed.ledger.groups
+    ]
+    assert len(texts_of_groups) >= PROMPTS, (
+        "an update waits for what runs: the next batch was there"
+    )
     texts = "".join(path.read_text() for path in resumed.run_dir.glob("rollouts/step_*.txt"))
-    assert all(format_group(*group) in texts for group in held)
+    assert all(format_group(*group) in texts for group in texts_of_groups)
 
 
 def trace(run_dir: Path) -> list[dict]:
@@ -156,38 +160,38 @@ def trace(run_dir: Path) -> list[dict]:
 
 
 def test_the_report_is_made_of_what_the_run_wrote(resumed):
-    found = RunReader(resumed.run_dir, text_bytes=1 << 26).read()
+    data = RunReader(resumed.run_dir, text_bytes=1 << 26).read()
     table = rows(resumed.run_dir)
-    assert found["steps"] == list(range(6)) and found["metrics"]["loss"] == [
+    assert data["steps"] == list(range(6)) and data["metrics"]["loss"] == [
         row["loss"] for row in table
     ]
-    assert [mark["step"] for mark in found["marks"] if mark["what"] == "start"] == [
+    assert [mark["step"] for mark in data["marks"] if mark["what"] == "start"] == [
         0,
         resumed.start,
     ]
     assert (
-        found["marks"][-1]["how"] == "finished"
-        and found["expected"]["step_s"] > 0
-        and found["expected"]["gpu"] == "cpu"
+        data["marks"][-1]["how"] == "finished"
+        and data["expected"]["step_s"] > 0
+        and data["expected"]["gpu"] == "cpu"
     )
     assert (
-        sum(size for pairs in found["pairs"].values() for _, size in pairs)
+        sum(size for pairs in data["pairs"].values() for _, size in pairs)
         == table[-1]["sync/bytes"]
-        and len(found["pairs"]) == 2
+        and len(data["pairs"]) == 2
     )
-    pauses = {pause["version"]: pause for pause in found["pauses"]}
+    pauses = {pause["version"]: pause for pause in data["pauses"]}
     assert all(pauses[row["weights/version"]]["bytes"] == row["sync/bytes"] for row in table)
     assert all(pause["audited"] and pause["engines"] == [0] for pause in pauses.values())
-    index = found["samples"]["index"]
+    index = data["samples"]["index"]
     last = table[-1]
     # earlier rows may be from the killed start
-    assert sum(found["engine_tokens"]) >= last["tokens_per_s"] * last["time/step_s"] * 0.99 > 0
+    assert sum(data["engine_tokens"]) >= last["tokens_per_s"] * last["time/step_s"] * 0.99 > 0
     assert [index["step"].count(step) for step in range(6)] == [
-        4 * len(found["samples"]["index"]["step"]) // 24
+        4 * len(data["samples"]["index"]["step"]) // 24
     ] * 6
     groups = [
         group
-        for chunk in found["samples"]["chunks"]
+        for chunk in data["samples"]["chunks"]
         for group in json.loads(gzip.decompress(base64.b64decode(chunk)))
     ]
     samples = [sample for group in groups for sample in group["samples"]]
@@ -196,8 +200,8 @@ def test_the_report_is_made_of_what_the_run_wrote(resumed):
     for sample in trained:
         numbers = sample["numbers"]
         # special tokens are not in the text
-        said = [piece for piece in numbers["pieces"] if not re.fullmatch(r"<\w+>", piece)]
-        assert "".join(said) == sample["text"] and len(numbers["diff"]) == sample["tokens"]
+        text_pieces = [piece for piece in numbers["pieces"] if not re.fullmatch(r"<\w+>", piece)]
+        assert "".join(text_pieces) == sample["text"] and len(numbers["diff"]) == sample["tokens"]
         assert (
             all(abs(difference) < 1 for difference in numbers["diff"]) and numbers["advantage"] != 0
         )
@@ -293,9 +297,7 @@ def test_trainer_and_generator_agree_on_log_probs(resumed):
     assert all(0 < difference <= 1e-4 for difference in differences.values()), differences
 
 
-def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(
-    resumed, model, tmp_path
-):
+def test_weights_of_a_finished_run_are_exported_and_evaluated(resumed, model, tmp_path):
     run_dir = resumed.run_dir
     again = run(arguments(model, run_dir))
     assert again.returncode == 0 and "complete" in again.stdout
@@ -332,15 +334,17 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(
         assert (result["weights"], result["pass@1"]) == (str(weights), scores["pass@1"])
 
 
-def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts_that_it_chose(
+def test_run_replays_experts_of_a_tp2_engine(
     tmp_path,
 ):
-    """Each engine rank has half of the experts.
+    """The trainer is pipelined and synchronous, over gloo.
+
+    Each engine rank has half of the experts.
 
     Responses come in pieces of at most four tokens, each with its own choices of experts.
     """
     model = make_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
-    more = [
+    overrides = [
         "async.capacity=0",
         "trainer.tp=1",
         "trainer.pp=2",
@@ -348,17 +352,17 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts
         "weights.transport=gloo",
         "max_steps=3",
     ]
-    more += [
+    overrides += [
         "trainer.routing_replay=true",
         "generator.ep=2",
         "async.partial_rollout=resume",
         "async.chunk_tokens=4",
     ]
     # random weights get no reward, so that all would be skipped
-    more += ["algorithm.skip_zero_advantage=false"]
-    more += ["algorithm.kl_coef=0.01"]
-    done = run(arguments(model, tmp_path / "run", *more))
-    assert done.returncode == 0, done.stderr
+    overrides += ["algorithm.skip_zero_advantage=false"]
+    overrides += ["algorithm.kl_coef=0.01"]
+    completed = run(arguments(model, tmp_path / "run", *overrides))
+    assert completed.returncode == 0, completed.stderr
     table = rows(tmp_path / "run")
     assert [row["staleness/max"] for row in table] == [0, 0, 0], "capacity 0 is on policy"
     assert all(row["sync/audit_ok"] for row in table)
@@ -392,8 +396,8 @@ def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
     The engine gets its weights from the first update. TP2xEP2 to TP2xEP2.
     """
     model = in_mxfp4(make_model(tmp_path / "model", "gpt_oss"))
-    more = [f"generator.server_args.{name}={value!r}" for name, value in DEQUANTISED.items()]
-    more += [
+    overrides = [f"generator.server_args.{name}={value!r}" for name, value in DEQUANTISED.items()]
+    overrides += [
         "trainer.tp=2",
         "trainer.ep=2",
         "trainer.sequence_parallel=true",
@@ -401,13 +405,13 @@ def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
         "generator.ep=2",
         "max_steps=20",
     ]
-    more += [
+    overrides += [
         "trainer.routing_replay=true",
         "async.partial_rollout=in_flight",
         "algorithm.skip_zero_advantage=false",
     ]
-    done = run(arguments(model, tmp_path / "run", *more))
-    assert done.returncode == 0, done.stderr
+    completed = run(arguments(model, tmp_path / "run", *overrides))
+    assert completed.returncode == 0, completed.stderr
     table = rows(tmp_path / "run")
     assert len(table) == 20 and all(row["sync/audit_ok"] for row in table)
     assert table[0]["logprob/abs_diff_mean"] <= 1e-4
@@ -416,22 +420,24 @@ def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
-@pytest.mark.parametrize("kept", ["in_flight", "retract"])
-def test_a_run_of_gated_delta_nets_and_their_states(tmp_path, kept, family):
+@pytest.mark.parametrize("partial_rollout", ["in_flight", "retract"])
+def test_a_run_of_gated_delta_nets_and_their_states(tmp_path, partial_rollout, family):
     """Trainer TP2 with replayed experts, one step behind.
 
     At each update running requests keep the keys, values and states of the older weights, or all
     are computed anew. The second family's checkpoint also has a vision tower.
     """
     model = make_model(tmp_path / "model", family)
-    more = [
+    overrides = [
         "trainer.sequence_parallel=true",
         "trainer.routing_replay=true",
-        f"async.partial_rollout={kept}",
+        f"async.partial_rollout={partial_rollout}",
         "max_steps=20",
     ]
-    done = run(arguments(model, tmp_path / "run", *more, "algorithm.skip_zero_advantage=false"))
-    assert done.returncode == 0, done.stderr
+    completed = run(
+        arguments(model, tmp_path / "run", *overrides, "algorithm.skip_zero_advantage=false")
+    )
+    assert completed.returncode == 0, completed.stderr
     table = rows(tmp_path / "run")
     assert len(table) == 20 and all(row["sync/audit_ok"] for row in table)
     probes = [row["logprob/abs_diff_mean"] for row in table if "logprob/abs_diff_mean" in row]
@@ -447,13 +453,15 @@ def test_a_run_of_a_small_family_goes_on_under_other_sizes(family, tmp_path):
     Every update is audited, and log-probs agree from the first step on.
     """
     model = make_model(tmp_path / "model", family)
-    more = ["algorithm.skip_zero_advantage=false", "eval.every=0", "checkpoint.every=5"]
+    overrides = ["algorithm.skip_zero_advantage=false", "eval.every=0", "checkpoint.every=5"]
     for steps, sizes in (
         (10, ["trainer.tp=2"]),
         (20, ["trainer.tp=1", "trainer.pp=2", "generator.tp=2"]),
     ):
-        done = run(arguments(model, tmp_path / "run", *more, *sizes, f"max_steps={steps}"))
-        assert done.returncode == 0, done.stderr
+        completed = run(
+            arguments(model, tmp_path / "run", *overrides, *sizes, f"max_steps={steps}")
+        )
+        assert completed.returncode == 0, completed.stderr
         table = rows(tmp_path / "run")
         assert len(table) == steps and all(row["sync/audit_ok"] for row in table)
         assert (
@@ -476,16 +484,16 @@ def test_a_run_with_fp8_engines(published, tmp_path):
     """
     model = make_model(tmp_path / "model", head_dim=64)
     model = in_fp8_blocks(model) if published == "fp8" else model
-    more = [
+    overrides = [
         "generator.quantization=fp8_block",
         "async.capacity=0",
         "algorithm.skip_zero_advantage=false",
         "max_steps=3",
     ]
     # the run ends before its warm-up does
-    more += ["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=5"]
-    done = run(arguments(model, tmp_path / "run", *more))
-    assert done.returncode == 0, done.stderr
+    overrides += ["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=5"]
+    completed = run(arguments(model, tmp_path / "run", *overrides))
+    assert completed.returncode == 0, completed.stderr
     table = rows(tmp_path / "run")
     assert all(row["sync/audit_ok"] for row in table) and len(table) == 3
     assert [row["learning_rate"] / table[0]["learning_rate"] for row in table] == pytest.approx(
@@ -500,14 +508,14 @@ def test_a_run_with_fp8_engines(published, tmp_path):
 
 
 def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path):
-    done = run(
+    completed = run(
         arguments(
             model, tmp_path / "run", "weights.transport=corrupting_transport:CorruptingTransport"
         )
     )
-    assert done.returncode == 1
-    assert f"{TENSOR} on generator rank 0 is not what trainer rank" in done.stderr
-    assert "1" in done.stderr.split("is not what trainer rank", 1)[1].splitlines()[0]
+    assert completed.returncode == 1
+    assert f"{TENSOR} on generator rank 0 is not what trainer rank" in completed.stderr
+    assert "1" in completed.stderr.split("is not what trainer rank", 1)[1].splitlines()[0]
     # The second update is the bad one. Step 1 has its samples from the first update, and may end
     # before the audit.
     assert all(row["staleness/mean"] == row["step"] for row in rows(tmp_path / "run")), (

@@ -35,13 +35,13 @@ def test_the_best_is_kept_across_a_resume_exported_and_evaluated(tmp_path: Path)
         *settings,
     ]
     for steps in (4, 6):
-        done = run(["train", *arguments, f"max_steps={steps}"])
-        assert done.returncode == 0, done.stdout + done.stderr
+        completed = run(["train", *arguments, f"max_steps={steps}"])
+        assert completed.returncode == 0, completed.stdout + completed.stderr
         assert [step for step, _ in complete_checkpoints(run_dir)] == [2, steps]
         score = read_results(run_dir)[-1]["pass@1"]
         assert (
             f"  best checkpoint         step 2, eval/pass@1 {score:.3f} (--best of megarl export "
-            "and megarl eval)\n" in done.stdout
+            "and megarl eval)\n" in completed.stdout
         )
     evaluated = run(["eval", *arguments, "--best", "--json"])
     assert evaluated.returncode == 0, evaluated.stderr

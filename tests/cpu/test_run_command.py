@@ -15,8 +15,8 @@ EVERY = 10
 
 
 @pytest.mark.long
-def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_path: Path) -> None:
-    """A warm start in two parts makes the same weights, to the last bit, as an uninterrupted one."""
+def test_killed_warm_start_goes_on_and_training_follows(tmp_path: Path) -> None:
+    """A warm start in two parts makes bit-equal weights to those of an uninterrupted one."""
     folder = tmp_path / "first"
     log = tmp_path / "log"
     assert run(["init", str(folder)]).returncode == 0
@@ -42,13 +42,13 @@ def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_p
         "observe.trackers=[]",
     ]
 
-    def arguments(command: str, run_dir: Path, *more: str) -> list[str]:
-        return [command, f"{folder}/run.yaml", f"run_dir={run_dir}", *settings, *more]
+    def arguments(command: str, run_dir: Path, *overrides: str) -> list[str]:
+        return [command, f"{folder}/run.yaml", f"run_dir={run_dir}", *settings, *overrides]
 
-    whole = tmp_path / "whole"
+    uninterrupted = tmp_path / "whole"
     broken = tmp_path / "broken"
-    done = run(arguments("sft", whole))
-    assert done.returncode == 0, done.stderr
+    completed = run(arguments("sft", uninterrupted))
+    assert completed.returncode == 0, completed.stderr
     process = start(arguments("run", broken), log)
     try:
         wait_until(checkpoint_path(broken / "sft", EVERY).exists, process, "first checkpoint")
@@ -57,12 +57,12 @@ def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_p
     [*_, (step, saved)] = complete_checkpoints(broken / "sft")
     assert 0 < step < STEPS and not (broken / "sft/hf").exists()
 
-    other = run(arguments("run", broken, "sft.batch_size=16"))
-    had = (
+    refused = run(arguments("run", broken, "sft.batch_size=16"))
+    message = (
         "sft.batch_size=16: the warm start that was interrupted had 32; keep that, or remove "
         f"{saved.parent} to begin anew"
     )
-    assert other.returncode == 2 and had in other.stderr
+    assert refused.returncode == 2 and message in refused.stderr
     again = run(arguments("run", broken))
     assert again.returncode == 0, again.stdout + again.stderr
     assert (
@@ -74,12 +74,12 @@ def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_p
         and f"{broken}: 2 steps" in again.stdout
     )
     losses = [
-        [(row["step"], row["loss"], row.get("eval/loss")) for row in rows(each / "sft")]
-        for each in (whole, broken)
+        [(row["step"], row["loss"], row.get("eval/loss")) for row in rows(root / "sft")]
+        for root in (uninterrupted, broken)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
-    assert (whole / "sft/hf/model.safetensors").read_bytes() == (
+    assert (uninterrupted / "sft/hf/model.safetensors").read_bytes() == (
         broken / "sft/hf/model.safetensors"
     ).read_bytes()
-    assert complete_checkpoints(broken / "sft") == complete_checkpoints(whole / "sft") == []
+    assert complete_checkpoints(broken / "sft") == complete_checkpoints(uninterrupted / "sft") == []
     assert f"{broken} is complete: 2 of 2 steps" in run(arguments("run", broken)).stdout

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 STEPS = 6
 
 
-def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_path: Path) -> None:
+def test_run_without_reward_survives_its_teacher_engine(tmp_path: Path) -> None:
     """Responses are cut and continue under newer weights. No prompt has an answer."""
     model = make_model(tmp_path / "model")
     run_dir = tmp_path / "run"
@@ -68,13 +68,13 @@ def test_a_resumed_run_has_its_teachers_and_its_reference(tmp_path: Path) -> Non
     model = make_model(tmp_path / "model")
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
-    other = make_model(tmp_path / "other", hidden_size=64, initializer_range=0.3)
+    teacher = make_model(tmp_path / "other", hidden_size=64, initializer_range=0.3)
     settings = [
         "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES,
         f"max_steps={STEPS}", "data.eval=null",
-        f"roles.teacher.path={other}", "roles.teacher.on=trainer",
+        f"roles.teacher.path={teacher}", "roles.teacher.on=trainer",
         "algorithm.distill.over=vocabulary", "algorithm.distill.coef=0.5",
-        f"roles.reference.path={other}", "algorithm.kl_coef=0.1", "rollout.temperature=0.8",
+        f"roles.reference.path={teacher}", "algorithm.kl_coef=0.1", "rollout.temperature=0.8",
     ]  # fmt: skip
     process = start(["train", *settings], log)
     try:
@@ -89,7 +89,7 @@ def test_a_resumed_run_has_its_teachers_and_its_reference(tmp_path: Path) -> Non
     again = run(["train", *settings])
     assert again.returncode == 0, again.stdout + again.stderr
     assert (
-        f"Role teacher: {other}, frozen, on the trainer's ranks\n" in log.read_text()
+        f"Role teacher: {teacher}, frozen, on the trainer's ranks\n" in log.read_text()
         and "Reference model: what" not in again.stdout
     )
     table = rows(run_dir)

@@ -47,25 +47,25 @@ def test_twenty_steps(settings: list[str], model: Path, tmp_path: Path) -> None:
     """Every update is audited, and the engines' log-probs agree with the trainer's from the first
     step to the last.
     """
-    more = [
+    overrides = [
         "max_steps=20",
         "eval.every=0",
         "algorithm.skip_zero_advantage=false",
         "async.partial_rollout=in_flight",
     ]
-    more += ["generator.speculative.steps=2", "checkpoint.every=10"]
-    done = run(
+    overrides += ["generator.speculative.steps=2", "checkpoint.every=10"]
+    completed = run(
         [
             "train",
             "configs/quickstart.yaml",
             f"model.path={model}",
             f"run_dir={tmp_path / 'run'}",
             *OVERRIDES,
-            *more,
+            *overrides,
             *settings,
         ]
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     table = rows(tmp_path / "run")
     assert len(table) == 20 and all(row["sync/audit_ok"] for row in table)
     assert (

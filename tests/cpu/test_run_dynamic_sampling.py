@@ -51,8 +51,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("dynamic") / "model")
 
 
-def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
-    own = [
+def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
+    defaults = [
         f"max_steps={STEPS}",
         "rollout.dynamic_sampling=true",
         "observe.rollouts_per_step=1000",
@@ -64,8 +64,8 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
         f"model.path={model}",
         f"run_dir={run_dir}",
         *OVERRIDES,
-        *own,
-        *more,
+        *defaults,
+        *overrides,
     ]
 
 
@@ -75,31 +75,32 @@ def shown_rewards(
     """By prompt, the rewards of a step's trained and dropped samples, from the files for people in
     rollouts/.
     """
-    found: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
+    rewards: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
     for group in (run_dir / f"rollouts/step_{step:06d}.txt").read_text().split("=" * 80)[1:]:
         prompt, dropped = re.findall(r"^prompt (\d+)(, dropped)?", group, re.MULTILINE)[0]
-        found[bool(dropped)][int(prompt)] = [
+        rewards[bool(dropped)][int(prompt)] = [
             float(reward)
             for reward in re.findall(r"^response \d: reward (\S+),", group, re.MULTILINE)
         ]
-    return found
+    return rewards
 
 
 @pytest.mark.long
-def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(
-    model: Path, tmp_path: Path
-) -> None:
+def test_killed_run_trains_on_or_drops_each_prompt_once(model: Path, tmp_path: Path) -> None:
     """Random weights answer at random.
 
     The reward depends on the text (reward_functions.by_chance), but is the same for all samples of
     a third of the prompts. Every start continues from the previous start's last checkpoint, with
     other settings.
     """
-    run_dir, chance = tmp_path / "run", random.Random(0)
-    more = ("reward.name=reward_functions:by_chance", "checkpoint.every=1")
+    run_dir = tmp_path / "run"
+    chance = random.Random(0)
+    overrides = ["reward.name=reward_functions:by_chance", "checkpoint.every=1"]
     for number, (settings, most) in enumerate(STARTS):
         before = len(rows(run_dir))
-        process = start(arguments(model, run_dir, *settings, *more), tmp_path / f"log.{number}")
+        process = start(
+            arguments(model, run_dir, *settings, *overrides), tmp_path / f"log.{number}"
+        )
         try:
             if number < len(STARTS) - 1:
                 wait_until(
@@ -123,8 +124,8 @@ def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(
         len(line["ordinals"]) for line in lines
     ] == [PROMPTS] * STEPS
     trained, dropped = ([line.get(key, []) for line in lines] for key in ("ordinals", "dropped"))
-    found = Counter(chain(*trained, *dropped))
-    assert found == Counter(range(found.total())) and sum(map(len, dropped)) > STEPS, (
+    uses = Counter(chain(*trained, *dropped))
+    assert uses == Counter(range(uses.total())) and sum(map(len, dropped)) > STEPS, (
         "each once, and many dropped"
     )
     for step, row in enumerate(rows(run_dir)):
@@ -145,9 +146,7 @@ def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(
         assert row["reward/trained_mean"] == pytest.approx(fmean(chain(*of_trained.values())))
 
 
-def test_a_run_that_learns_nothing_from_ten_times_its_prompts_ends_and_says_so(
-    model: Path, tmp_path: Path
-) -> None:
+def test_run_ends_if_nothing_is_learned_from_ten_batches(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ended = run(
         arguments(
@@ -160,11 +159,13 @@ def test_a_run_that_learns_nothing_from_ten_times_its_prompts_ends_and_says_so(
         r"at least 2 times rollout.prompts_per_step=4 prompts were generated for it, and "
         r"too few are left for a batch: in (\d+) of them "
     )
-    told = re.search(
+    end_message = re.search(
         message
         + r"all samples had the same reward \(mean reward 0.500; 0 all right, \1 all wrong\)",
         ended.stderr,
     )
-    assert told and int(told[1]) >= 8, ended.stderr
+    assert end_message and int(end_message[1]) >= 8, ended.stderr
     assert "Traceback" not in ended.stderr
-    assert (run_dir / "rollouts/step_000000.txt").read_text().count(", dropped: ") == int(told[1])
+    assert (run_dir / "rollouts/step_000000.txt").read_text().count(", dropped: ") == int(
+        end_message[1]
+    )

@@ -35,7 +35,7 @@ def evaluated(run_dir: Path) -> dict[int, dict]:
     return {result["version"]: result for result in read_results(run_dir)}
 
 
-def begin(tmp_path: Path, log: str, *more: str) -> tuple[subprocess.Popen, Path]:
+def begin(tmp_path: Path, log: str, *overrides: str) -> tuple[subprocess.Popen, Path]:
     run_dir = tmp_path / "run"
     model = tmp_path / "model"
     if not model.exists():
@@ -47,7 +47,7 @@ def begin(tmp_path: Path, log: str, *more: str) -> tuple[subprocess.Popen, Path]
         f"run_dir={run_dir}",
         *OVERRIDES,
         *SETTINGS,
-        *more,
+        *overrides,
     ]
     return start(arguments, tmp_path / log), run_dir
 
@@ -75,22 +75,24 @@ def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
     """The scores equal those of `megarl eval` on the same version's export."""
     monkeypatch.setenv(GATE, str(tmp_path / "no gate"))
     # the task's own reward could be 0 for all samples
-    learning = ("reward.name=reward_functions:by_chance", "trainer.optimizer.lr=0.0001")
+    learning = ["reward.name=reward_functions:by_chance", "trainer.optimizer.lr=0.0001"]
     process, run_dir = begin(tmp_path, "log", *SCORED, *learning, "checkpoint.hf_every=2")
     try:
         assert process.wait(DEADLINE_S) == 0
     finally:
         end(process, run_dir, tmp_path / "log")
-    found = evaluated(run_dir)
-    assert found.keys() == {0, 2, 4, 6} and not missed(run_dir)
+    evaluations = evaluated(run_dir)
+    assert evaluations.keys() == {0, 2, 4, 6} and not missed(run_dir)
     assert audits(run_dir) == dict.fromkeys((0, 2, 4, 6), True)
     table = rows(run_dir)
     assert all(row["sync/audit_ok"] and row["engines/serving"] == 1 for row in table)
     assert [row["step"] for row in table if "eval/sync_s" in row] == [0, 2, 4]
     assert table[-1]["eval/version"] == 6
     assert not re.search("evaluat", (run_dir / "logs/generator.0.log").read_text())
-    alike = ("response_tokens/mean", "reward/mean", "truncated_fraction", "pass@1")
-    of_versions = {version: [result[key] for key in alike] for version, result in found.items()}
+    exact_metrics = ("response_tokens/mean", "reward/mean", "truncated_fraction", "pass@1")
+    of_versions = {
+        version: [result[key] for key in exact_metrics] for version, result in evaluations.items()
+    }
     assert len({str(scores) for scores in of_versions.values()}) == 4, of_versions
     for version in (2, 6):
         export = run_dir / f"hf/step_{version:06d}"
@@ -105,13 +107,14 @@ def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
             ]
         )
         assert scored.returncode == 0, scored.stderr
-        assert [json.loads(scored.stdout)[key] for key in alike] == of_versions[version]
+        assert [json.loads(scored.stdout)[key] for key in exact_metrics] == of_versions[version]
 
 
 @pytest.mark.long
 def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
     """The first version's evaluation is held up from the beginning to the end."""
-    monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
     gate.touch()
     process, run_dir = begin(tmp_path, "log", "timeouts.rollouts_s=60")
 
@@ -140,13 +143,12 @@ def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("engines", [0, 1])
-def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(
-    engines: int, tmp_path, monkeypatch
-):
+def test_killed_run_repeats_the_evaluation_of_its_last_version(engines: int, tmp_path, monkeypatch):
     """All steps are made and saved. The same command then evaluates the last weights, and ends."""
-    monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
-    more = [f"eval.engines={engines}", "eval.every=0", *SCORED]
-    process, run_dir = begin(tmp_path, "log", *more)
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    overrides = [f"eval.engines={engines}", "eval.every=0", *SCORED]
+    process, run_dir = begin(tmp_path, "log", *overrides)
     try:
         wait_until(lambda: 0 in evaluated(run_dir), process, "first scores", DEADLINE_S)
         gate.touch()
@@ -162,7 +164,7 @@ def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(
         before = rows(run_dir)
         assert evaluated(run_dir).keys() == {0} and len(before) == 6
         gate.unlink()
-        process, _ = begin(tmp_path, "again", *more)
+        process, _ = begin(tmp_path, "again", *overrides)
         assert process.wait(DEADLINE_S) == 0
     finally:
         end(process, run_dir, tmp_path / "log", tmp_path / "again")
@@ -182,28 +184,29 @@ def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(
             f"run_dir={run_dir}",
             *OVERRIDES,
             *SETTINGS,
-            *more,
+            *overrides,
         ]
     ).stdout.startswith(f"{run_dir} is complete")
 
 
 @pytest.mark.matrix
-def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_path, monkeypatch):
+def test_killed_engine_or_run_costs_the_evaluation_alone(tmp_path, monkeypatch):
     """First the engine dies during an evaluation, and is started again.
 
     Then the whole run dies during another evaluation.
     """
-    monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
-    more = ["checkpoint.keep_best=eval/reward/mean", "checkpoint.keep=1"]
-    process, run_dir = begin(tmp_path, "log", *more, "max_steps=100000")
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    overrides = ["checkpoint.keep_best=eval/reward/mean", "checkpoint.keep=1"]
+    process, run_dir = begin(tmp_path, "log", *overrides, "max_steps=100000")
 
     def being_evaluated(after: int) -> int | None:
-        begun = [
+        running = [
             v
-            for v, (what, _) in read_journal(run_dir).items()
-            if what == BEGUN and v > after and v not in evaluated(run_dir)
+            for v, (state, _) in read_journal(run_dir).items()
+            if state == BEGUN and v > after and v not in evaluated(run_dir)
         ]
-        return begun[0] if begun else None
+        return running[0] if running else None
 
     def held_up() -> int:
         """Closes the gate, and returns the version whose evaluation waits there."""
@@ -243,7 +246,7 @@ def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_p
         kill(process)
         gate.unlink()
         resumed = complete_checkpoints(run_dir)[-1][0]
-        process, _ = begin(tmp_path, "resumed", *more, f"max_steps={resumed + 4}")
+        process, _ = begin(tmp_path, "resumed", *overrides, f"max_steps={resumed + 4}")
         assert process.wait(DEADLINE_S) == 0
     finally:
         end(process, run_dir, tmp_path / "log", tmp_path / "resumed")
@@ -265,7 +268,7 @@ def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_p
     )
     last = {key: value for row in table for key, value in row.items()}
     assert (
-        last["eval/failed"] == sum(what == "failed" for what, _ in lost.values())
+        last["eval/failed"] == sum(state == "failed" for state, _ in lost.values())
         and last["eval/lost"] == 1
     )
 

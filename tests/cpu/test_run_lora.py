@@ -60,14 +60,14 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in checkpoint.rglob("*")) < weights
     merged = tmp_path / "merged"
     adapter = tmp_path / "adapter"
-    for output, more in ((merged, []), (adapter, ["--lora"])):
-        exported = run(["export", *settings, "--output", str(output), *more])
+    for output, options in ((merged, []), (adapter, ["--lora"])):
+        exported = run(["export", *settings, "--output", str(output), *options])
         assert exported.returncode == 0, exported.stderr
     assert json.loads((adapter / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(model)
     assert_same_logits(model, merged, adapter)
-    begun = run(
+    resumed = run(
         [
             "train",
             *settings,
@@ -79,22 +79,22 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
         ]
     )
     assert (
-        begun.returncode == 0
-        and f"of all linear layers, lora.init={adapter}; the weights" in begun.stdout
-    ), begun.stderr
+        resumed.returncode == 0
+        and f"of all linear layers, lora.init={adapter}; the weights" in resumed.stdout
+    ), resumed.stderr
     refused = run(["train", *settings, "lora.alpha=16"])
     assert refused.returncode == 2 and "lora.alpha=16.0: the run in run_dir" in refused.stderr
     (file,) = model.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     # The fingerprint has the second; only the checkpoint's hashes of all weights have the first.
-    for place, status, said in (
+    for place, status, message in (
         (-1, 1, "Its adapters belong to the weights that were in"),
         (len(content) // 2, 2, "holds other weights now"),
     ):
         content[place] ^= 1
         file.write_bytes(content)
         refused = run(["train", *settings, "max_steps=7"])
-        assert refused.returncode == status and said in refused.stdout + refused.stderr
+        assert refused.returncode == status and message in refused.stdout + refused.stderr
 
 
 def assert_same_logits(model: Path, merged: Path, adapter: Path) -> None:
@@ -106,11 +106,11 @@ def assert_same_logits(model: Path, merged: Path, adapter: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tokens = torch.arange(10)[None]
-    plain, whole = (
+    plain, merged_model = (
         AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (model, merged)
     )
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)(
         tokens
     ).logits
-    torch.testing.assert_close(adapted, whole, rtol=0, atol=1e-5)
-    assert (whole - plain).abs().max() > 1e-3
+    torch.testing.assert_close(adapted, merged_model, rtol=0, atol=1e-5)
+    assert (merged_model - plain).abs().max() > 1e-3

@@ -44,20 +44,19 @@ def write(path: Path, *rows: object) -> Path:
 
 
 @pytest.mark.long
-def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_scores(
-    model: Path, tmp_path: Path
-) -> None:
+def test_each_step_has_its_share_of_each_source(model: Path, tmp_path: Path) -> None:
     """Random weights answer at random.
 
     The reward depends on the text, but is the same for all samples of a third of the prompts, which
     are so too easy or too hard (reward_functions.by_chance).
     """
-    run_dir, chance = tmp_path / "run", random.Random(0)
+    run_dir = tmp_path / "run"
+    chance = random.Random(0)
     verl = [{"prompt": f"{n}*3=", "reward_model": {"ground_truth": str(3 * n)}} for n in range(7)]
     few = write(
         tmp_path / "few.jsonl", *({"question": f"{n}+2=", "answer": n + 2} for n in range(5))
     )
-    own = [
+    weights = [
         "data.train.source=sources",
         f"data.train.sources.few.source={few}",
         "data.train.sources.few.quota=2",
@@ -80,7 +79,7 @@ def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_
             f"model.path={model}",
             f"run_dir={run_dir}",
             *OVERRIDES,
-            *own,
+            *weights,
             *settings,
         ]
         process = start(arguments, tmp_path / f"log.{number}")
@@ -109,13 +108,13 @@ def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_
     ]
     assert len(lines) == STEPS and mixture.counts(0, 18) == [6, 4, 8]
     for step, (ordinals, row) in enumerate(zip(lines, rows(run_dir), strict=True)):
-        found = Counter(mixture.names[mixture.source(ordinal)] for ordinal in ordinals)
-        wanted = dict(zip(mixture.names, mixture.counts(step * PER_STEP, (step + 1) * PER_STEP)))
-        assert found == wanted and found["few"] == 2
-        assert {name: row[f"source/{name}/prompts"] for name in wanted} == wanted
+        counts = Counter(mixture.names[mixture.source(ordinal)] for ordinal in ordinals)
+        expected = dict(zip(mixture.names, mixture.counts(step * PER_STEP, (step + 1) * PER_STEP)))
+        assert counts == expected and counts["few"] == 2
+        assert {name: row[f"source/{name}/prompts"] for name in expected} == expected
         assert {
-            name: round(row[f"reward/is_{name}/mean"] * PER_STEP) for name in wanted
-        } == wanted, "what the reward function was told"
+            name: round(row[f"reward/is_{name}/mean"] * PER_STEP) for name in expected
+        } == expected, "what the reward function was told"
 
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
     trained = set(chain(*lines))
@@ -171,11 +170,12 @@ TEMPLATE = (
 )
 
 
-def test_a_warm_start_on_conversations_keeps_the_weights_of_the_lowest_held_out_loss(
+def test_warm_start_keeps_the_weights_of_the_lowest_loss(
     tmp_path: Path,
 ) -> None:
-    """At this learning rate the held-out loss rises again, because the held-out conversations have
-    other answers than the training ones.
+    """At this learning rate the loss on held-out conversations rises again.
+
+    They have other answers than the training ones.
     """
     shutil.copytree("configs/models/tiny-llama", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
@@ -238,11 +238,13 @@ def held_out_loss(model: Path, held_out: Path) -> float:
         with torch.no_grad():
             logprobs = policy(torch.tensor([ids])).logits[0].log_softmax(-1)
         turns = [
-            at
-            for at in range(2, len(ids))
-            if tokenizer.convert_ids_to_tokens(ids[at - 2 : at]) == ["a", ":"]
+            place
+            for place in range(2, len(ids))
+            if tokenizer.convert_ids_to_tokens(ids[place - 2 : place]) == ["a", ":"]
         ]
         losses += [
-            -logprobs[at - 1, ids[at]].item() for first in turns for at in (first, first + 1)
+            -logprobs[place - 1, ids[place]].item()
+            for first in turns
+            for place in (first, first + 1)
         ]
     return sum(losses) / len(losses)

@@ -34,8 +34,8 @@ def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
         "reward_model.batch_size=4",
         "reward_model.data.source=synthetic:chain",
     ]  # fmt: skip
-    done = run(["reward-model", *settings])
-    assert done.returncode == 0, done.stderr
+    completed = run(["reward-model", *settings])
+    assert completed.returncode == 0, completed.stderr
     process = start(["train", *settings], log)
     try:
         wait_until(

@@ -46,20 +46,20 @@ def first(model, tmp_path_factory) -> Path:
     return train(model, tmp_path_factory.mktemp("first") / "run")
 
 
-def train(model: Path, run_dir: Path, *more: str) -> Path:
-    done = run(
+def train(model: Path, run_dir: Path, *overrides: str) -> Path:
+    completed = run(
         [
             "train",
             "configs/quickstart.yaml",
             f"model.path={model}",
             f"run_dir={run_dir}",
             *REPEATED,
-            *more,
+            *overrides,
         ],
         # the second worker of an engine dies in a fork of a fork
-        imported="generator.tp=2" not in more,
+        imported="generator.tp=2" not in overrides,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return run_dir
 
 
@@ -106,9 +106,9 @@ def exported(run_dir: Path) -> dict[str, torch.Tensor]:
     return weights(last.parent)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(tensor, other[name]) for name, tensor in one.items()
+def equal_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(tensor, second[name]) for name, tensor in first.items()
     )
 
 
@@ -116,9 +116,9 @@ def test_run_is_repeated_bit_for_bit(model, first, tmp_path) -> None:
     second = train(model, tmp_path / "run", *SMALL_BATCHES)
     assert len(samples(first)) == 24 and samples(second) == samples(first)
     assert numbers(second) == numbers(first)
-    assert same(exported(second), exported(first)) and not same(exported(first), weights(model)), (
-        "the weights have moved"
-    )
+    assert equal_tensors(exported(second), exported(first)) and not equal_tensors(
+        exported(first), weights(model)
+    ), "the weights have moved"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -138,7 +138,7 @@ def test_resumed_run_equals_unbroken_one(model, first, tmp_path) -> None:
     assert complete_checkpoints(run_dir)
     train(model, run_dir)
     assert samples(run_dir) == samples(first)
-    assert same(exported(run_dir), exported(first))
+    assert equal_tensors(exported(run_dir), exported(first))
 
 
 def test_run_equals_plain_synchronous_loop(model, first, tmp_path) -> None:
@@ -159,9 +159,10 @@ def test_run_equals_plain_synchronous_loop(model, first, tmp_path) -> None:
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     groups = [group for step in steps for group in step["groups"]]
     assert groups == [
-        [[each["text"], each["reward"]] for each in group["samples"]] for group in samples(first)
+        [[sample["text"], sample["reward"]] for sample in group["samples"]]
+        for group in samples(first)
     ]
     assert [(step["loss"], step["grad_norm"]) for step in steps] == [
         (row["loss"], row["grad_norm"]) for row in rows(first)
     ]
-    assert same(weights(tmp_path / "hf"), exported(first))
+    assert equal_tensors(weights(tmp_path / "hf"), exported(first))

@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("rewards") / "model")
 
 
-def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
+def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
     return [
         "train",
         "configs/quickstart.yaml",
@@ -27,13 +27,11 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
         f"run_dir={run_dir}",
         *OVERRIDES,
         "trainer.tp=1",
-        *more,
+        *overrides,
     ]
 
 
-def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(
-    model: Path, tmp_path: Path
-) -> None:
+def test_too_many_failed_rewards_end_the_run(model: Path, tmp_path: Path) -> None:
     """Step 3 is the first with samples of version 2.
 
     The algorithm is online DPO, and a prompt's worst response is the failed one.
@@ -46,24 +44,24 @@ def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(
             for i in range(8)
         )
     )
-    more = [
+    overrides = [
         f"data.train.source={data}",
         "data.eval=null",
         "reward.name=reward_functions:by_level",
         "reward.failed_score=-0.5",
         "algorithm.name=online_dpo",
     ]
-    done = run(arguments(model, run_dir, *more))
-    assert done.returncode == 1 and "step 3: " in done.stderr, done.stderr
+    completed = run(arguments(model, run_dir, *overrides))
+    assert completed.returncode == 1 and "step 3: " in completed.stderr, completed.stderr
     expected = (
         "step 3: reward.name=reward_functions:by_level: of 16 samples 16 scores failed: 16 "
         "errors, more than"
     )
-    told = done.stderr[done.stderr.index(expected) :]
+    message = completed.stderr[completed.stderr.index(expected) :]
     assert (
-        "reward.max_failed_fraction=0.5; for example" in told
-        and ": no\nnumber at level" in told
-        and "Traceback" not in done.stderr
+        "reward.max_failed_fraction=0.5; for example" in message
+        and ": no\nnumber at level" in message
+        and "Traceback" not in completed.stderr
     )
     table = rows(run_dir)
     assert [row["reward/errors"] for row in table] == [PROMPTS] * 3
@@ -82,13 +80,13 @@ def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(
         row["reward/level/mean"] in (0, 0.25, 0.5, 0.75, 1) and 1 <= row["reward/tokens/mean"] <= 16
         for row in table
     )
-    shown = " ".join(done.stdout.split())
+    shown = " ".join(completed.stdout.split())
     assert shown.count(": scoring failed (error): no number at level") == 1, (
         "at once, and the first alone"
     )
     assert "step 1: 4 scores failed: 4 errors; the last: no number at level" in shown
     assert all(row["time/reward_s"] > 0 and row["rollout/failed_fraction"] == 0 for row in table)
-    assert f"The step's samples are in {run_dir}/rollouts/step_000003.txt" in told
+    assert f"The step's samples are in {run_dir}/rollouts/step_000003.txt" in message
     text = (run_dir / "rollouts/step_000000.txt").read_text()
     assert (
         text.count("reward -0.5 (failed: error), versions 0 to 0") == PROMPTS
@@ -99,9 +97,9 @@ def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(
 
 @pytest.mark.long
 def test_a_function_that_raises_ends_the_run_by_its_own_line(model: Path, tmp_path: Path) -> None:
-    done = run(arguments(model, tmp_path / "run", "reward.name=reward_functions:broken"))
-    assert done.returncode == 1
-    first, second = done.stderr.splitlines()[:2]
+    completed = run(arguments(model, tmp_path / "run", "reward.name=reward_functions:broken"))
+    assert completed.returncode == 1
+    first, second = completed.stderr.splitlines()[:2]
     assert first.startswith("megarl: reward.name=reward_functions:broken: ") and first.endswith(
         ": return grades[answer]"
     )
@@ -113,6 +111,6 @@ def test_a_function_that_raises_ends_the_run_by_its_own_line(model: Path, tmp_pa
         "KeyError: "
     )
     assert (
-        "Traceback" not in done.stderr
+        "Traceback" not in completed.stderr
         and "Traceback" in (tmp_path / "run/logs/reward.0.log").read_text()
     )

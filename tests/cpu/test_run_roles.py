@@ -59,10 +59,13 @@ class HuggingFace:
             ids.append(int(self._model(torch.tensor([ids])).logits[0, -1].argmax()))
             if ids[-1] in sampling.stop_token_ids:
                 break
-        own = ids[len(prompt_ids) :]
+        generated = ids[len(prompt_ids) :]
         return [
             Completion(
-                array("i", own), array("f", [0.0] * len(own)), array("i", [0] * len(own)), "stop"
+                array("i", generated),
+                array("f", [0.0] * len(generated)),
+                array("i", [0] * len(generated)),
+                "stop",
             )
         ]
 
@@ -94,11 +97,13 @@ def settings(model: Path, scores: Path, judge: Path, run_dir: Path) -> list[str]
     ]  # fmt: skip
 
 
-def written(run_dir: Path) -> dict[int, dict[str, list[tuple[float, str, dict[str, float]]]]]:
+def rewards_of_steps(
+    run_dir: Path,
+) -> dict[int, dict[str, list[tuple[float, str, dict[str, float]]]]]:
     """For each step, by prompt: rewards, failures and parts of its samples."""
-    found: dict[int, dict[str, list]] = {}
+    steps: dict[int, dict[str, list]] = {}
     for path in sorted((run_dir / "rollouts").glob("step_*.txt")):
-        prompts = found[int(path.stem[5:])] = {}
+        prompts = steps[int(path.stem[5:])] = {}
         for block in re.split(r"^prompt \d+$", path.read_text(), flags=re.MULTILINE)[1:]:
             prompt = block.split("\n", 2)[1].removeprefix("  | ")
             parts = [
@@ -107,20 +112,21 @@ def written(run_dir: Path) -> dict[int, dict[str, list[tuple[float, str, dict[st
             ]
             heads = [(float(match[2]), match[3] or "") for match in SAMPLE.finditer(block)]
             prompts[prompt] = [
-                (*head, {k: float(v) for k, v in each.items()}) for head, each in zip(heads, parts)
+                (*head, {k: float(v) for k, v in metrics.items()})
+                for head, metrics in zip(heads, parts)
             ]
-    return found
+    return steps
 
 
-def told(run_dir: Path) -> dict[str, list[ScoreRequest]]:
+def requests_by_prompt(run_dir: Path) -> dict[str, list[ScoreRequest]]:
     """The samples by prompt."""
-    found: dict[str, dict[int, ScoreRequest]] = defaultdict(dict)
+    requests: dict[str, dict[int, ScoreRequest]] = defaultdict(dict)
     for line in (run_dir / "logs/reward.rule.0.log").read_text().splitlines():
         prompt, index, response, prompt_ids, ids = json.loads(line)
-        assert index not in found[prompt]
-        found[prompt][index] = ScoreRequest(response, "", prompt, {}, prompt_ids, ids)
+        assert index not in requests[prompt]
+        requests[prompt][index] = ScoreRequest(response, "", prompt, {}, prompt_ids, ids)
     return {
-        prompt: [samples[index] for index in range(SAMPLES)] for prompt, samples in found.items()
+        prompt: [samples[index] for index in range(SAMPLES)] for prompt, samples in requests.items()
     }
 
 
@@ -176,8 +182,8 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
     assert process.wait(400) == 0, log.read_text()[-4000:]
 
     driver = (run_dir / "logs/generator.0.log").read_text()
-    steps = written(run_dir)
-    requests = told(run_dir)
+    steps = rewards_of_steps(run_dir)
+    requests = requests_by_prompt(run_dir)
     assert "rm 0 is lost, 0 are left" in driver and "rm 0 serves again" in driver
     assert "rm.0 was killed" in log.read_text() and "started again (1 of" in log.read_text()
     table = rows(run_dir)
@@ -215,14 +221,14 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
         0 < sum(row.get("reward/verdict/failed", 0) for row in table) < PROMPTS * SAMPLES * STEPS
     ), "both happen"
 
-    done = run([
+    completed = run([
         "eval", "configs/quickstart.yaml", *settings(model, scores, judge, run_dir),
         "data.eval.source=synthetic:chain", "eval.limit=8",
         "eval.reward=roles.rm", "reward.name=math",
         *(f"reward.parts.{name}=null" for name in WEIGHTS),
         "roles.judge=null", "roles.rival=null", "--json",
     ])  # fmt: skip
-    result = json.loads(done.stdout)
+    result = json.loads(completed.stdout)
     assert result["samples"] == 8 and "pass@1" not in result and result["reward/mean"] != 0, (
         "scores of a model are not right or wrong"
     )

@@ -15,8 +15,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 DEADLINE_S = 240
 
 
-def test_shared_run_survives_its_engine_and_ends_with_its_trainer(tmp_path):
-    """The engine is started after the trainer has taken its peak, and started again beside it.
+def test_run_with_shared_gpus_survives_its_engine(tmp_path):
+    """The run ends with its trainer.
+
+    The engine is started after the trainer has taken its peak, and started again beside it.
 
     The run then resumes with sides apart.
     """
@@ -45,9 +47,12 @@ def test_shared_run_survives_its_engine_and_ends_with_its_trainer(tmp_path):
             "return of the engine",
             DEADLINE_S,
         )
-        done = len(rows(run_dir))
+        finished_steps = len(rows(run_dir))
         wait_until(
-            lambda: len(rows(run_dir)) >= done + 4, process, "steps with the new engine", DEADLINE_S
+            lambda: len(rows(run_dir)) >= finished_steps + 4,
+            process,
+            "steps with the new engine",
+            DEADLINE_S,
         )
         next(child for child in descendants(process) if "trainer 0" in title(child)).kill()
         process.wait(timeout=60)

@@ -23,7 +23,7 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("stalls") / "model")
 
 
-def of(process, *words: str) -> psutil.Process:
+def process_of(process, *words: str) -> psutil.Process:
     return next(
         child for child in descendants(process) if all(word in title(child) for word in words)
     )
@@ -45,17 +45,19 @@ CASES = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which, said, named", CASES)
-def test_a_process_that_is_stopped_is_found_and_named(model, tmp_path, which, said, named):
+@pytest.mark.parametrize("process_name, message, named", CASES)
+def test_a_process_that_is_stopped_is_found_and_named(
+    model, tmp_path, process_name, message, named
+):
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
     limits = [f"timeouts.collective_s={WAIT_S}", f"generator.health_s={WAIT_S}"]
     # the engine's own deadline comes before those of the waiting processes
-    if "scheduler" in which[0]:
+    if "scheduler" in process_name[0]:
         limits += [f"timeouts.rollouts_s={4 * WAIT_S}", f"timeouts.weights_s={4 * WAIT_S}"]
     else:
         limits += [f"timeouts.rollouts_s={WAIT_S}", "timeouts.weights_s=15"]
-    more = [
+    overrides = [
         *limits,
         "generator.max_restarts=0",
         "max_steps=100000",
@@ -69,16 +71,16 @@ def test_a_process_that_is_stopped_is_found_and_named(model, tmp_path, which, sa
             f"model.path={model}",
             f"run_dir={run_dir}",
             *OVERRIDES,
-            *more,
+            *overrides,
         ],
         log,
     )
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=300)
-        of(process, *which).suspend()
+        process_of(process, *process_name).suspend()
         process.wait(timeout=6 * WAIT_S)
     finally:
         kill(process)
     output = log.read_text()
     assert process.returncode == 1, output
-    assert re.search(said, output) and re.search(named, output), output
+    assert re.search(message, output) and re.search(named, output), output

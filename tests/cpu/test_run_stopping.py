@@ -38,7 +38,7 @@ def trained(run_dir: Path) -> list[int]:
     return sorted(itertools.chain(*(line["ordinals"] for line in lines)))
 
 
-def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
+def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
     return [
         "train",
         "configs/quickstart.yaml",
@@ -46,26 +46,24 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
         f"run_dir={run_dir}",
         *OVERRIDES,
         "checkpoint.every=0",
-        *more,
+        *overrides,
     ]
 
 
 @pytest.mark.long
-def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(
-    model, tmp_path, monkeypatch
-):
-    """Trainer TP2, with checkpoints only at the end.
+def test_stopped_run_saves_its_step_and_goes_on(model, tmp_path, monkeypatch):
+    """The same command goes on after SIGTERM and after Ctrl-C.
+
+    Trainer TP2, with checkpoints only at the end.
 
     All processes get the signal, as in a Slurm step, while the engine has half of an update. The
     resumed run first sends the engine all weights. It does not need its initial weights, a warm
     start of a model that has weights itself. (tests/unit/test_rollouts_channel.py tests a signal
     during a wait for samples, and test_run_engines.py a second signal.)
     """
-    run_dir, log, streaming = (
-        tmp_path / "run",
-        tmp_path / "log",
-        [*settings(), "async.partial_rollout=in_flight"],
-    )
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log"
+    streaming = [*settings(), "async.partial_rollout=in_flight"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     warm_start = run_dir / "sft/hf"
     assert (
@@ -79,8 +77,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=240)
         (tmp_path / ASK).touch()
         wait_until((tmp_path / REACHED).exists, process, "an update in its middle")
-        for each in [process, *descendants(process)]:
-            each.send_signal(signal.SIGTERM)
+        for member in [process, *descendants(process)]:
+            member.send_signal(signal.SIGTERM)
         (tmp_path / ASK).unlink()
         process.wait(timeout=150)
     finally:

@@ -27,15 +27,15 @@ pytestmark = [
 
 def as_stranger(job: dict) -> dict:
     argv = [sys.executable, str(Path(__file__).with_name("stranger.py"))]
-    done = subprocess.run(
+    completed = subprocess.run(
         argv,
         input=json.dumps({**job, "user": STRANGER}),
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_another_user_reaches_nothing(open_folder, monkeypatch):
         "generator.dp_attention=2",
     ]
     model = make_model(open_folder / "model", "qwen3_moe")
-    more = ["max_steps=100000", "checkpoint.every=0", "eval.limit=4", *shape]
+    overrides = ["max_steps=100000", "checkpoint.every=0", "eval.limit=4", *shape]
     run = start(
         [
             "train",
@@ -72,7 +72,7 @@ def test_another_user_reaches_nothing(open_folder, monkeypatch):
             f"model.path={model}",
             f"run_dir={run_dir}",
             *OVERRIDES,
-            *more,
+            *overrides,
         ],
         log,
     )
@@ -81,36 +81,36 @@ def test_another_user_reaches_nothing(open_folder, monkeypatch):
         processes = [psutil.Process(run.pid), *descendants(run)]
         [scratch] = temporary.glob("megarl-*")
         listeners = {
-            each.laddr
+            connection.laddr
             for process in processes
-            for each in process.net_connections("tcp")
-            if each.status == psutil.CONN_LISTEN
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
         }
         assert {address.ip for address in listeners} == {"127.0.0.1"}, listeners
         keys = secrets_of(run_dir)
-        assert not any(key in title(each) for each in processes for key in keys), (
+        assert not any(key in title(process) for process in processes for key in keys), (
             "every user sees command lines"
         )
-        memory = {each: each.memory_info().rss for each in processes}
+        memory = {process: process.memory_info().rss for process in processes}
         marker = open_folder / "marks"
         marker.mkdir()
         marker.chmod(0o777)
-        own = files_of(run_dir, scratch, processes)
-        assert len(own) > 50 and not [path for path in own if path.startswith("/dev/shm")], (
-            "what lies there would outlive the run"
-        )
-        found = as_stranger(
+        run_files = files_of(run_dir, scratch, processes)
+        assert len(run_files) > 50 and not [
+            path for path in run_files if path.startswith("/dev/shm")
+        ], "what lies there would outlive the run"
+        reachable = as_stranger(
             {
-                "ports": [each.port for each in listeners],
+                "ports": [address.port for address in listeners],
                 "marker": str(marker / "mark"),
-                "files": own,
+                "files": run_files,
                 "sockets": sockets_of(processes),
             }
         )
 
-        assert found["user"] == STRANGER
-        assert found["readable"] == [] and found["sockets"] == []
-        through = [port for port in found["ports"] if port["open"]]
+        assert reachable["user"] == STRANGER
+        assert reachable["readable"] == [] and reachable["sockets"] == []
+        through = [port for port in reachable["ports"] if port["open"]]
         refusing = [port for port in through if port["zmq"] == "CURVE" or port["http"] == "401"]
         silent = [port for port in through if not (port["zmq"] or port["http"] or port["store"])]
         assert len(refusing) + len(silent) == len(through), [
@@ -121,11 +121,11 @@ def test_another_user_reaches_nothing(open_folder, monkeypatch):
         steps = len(rows(run_dir))
         wait_until(lambda: len(rows(run_dir)) > steps + 1, run, "a step after that", 120)
         grown = {
-            each.pid: each.memory_info().rss - before
-            for each, before in memory.items()
-            if each.is_running()
+            process.pid: process.memory_info().rss - before
+            for process, before in memory.items()
+            if process.is_running()
         }
-        assert grown.keys() == {each.pid for each in memory}, "all of them live"
+        assert grown.keys() == {process.pid for process in memory}, "all of them live"
         assert max(grown.values()) < GROWTH_BYTES, grown
         run.send_signal(signal.SIGTERM)
         assert run.wait(120) == 128 + signal.SIGTERM, log.read_text()
@@ -165,29 +165,29 @@ def files_of(run_dir: Path, scratch: Path, processes: list[psutil.Process]) -> l
     """All files of the run's folder, all files of its processes in /tmp and /dev/shm, and their
     files in /proc.
     """
-    found = [str(path) for folder in (run_dir, scratch) for path in [folder, *folder.rglob("*")]]
+    paths = [str(path) for folder in (run_dir, scratch) for path in [folder, *folder.rglob("*")]]
     for process in processes:
         mapped = {entry.path for entry in process.memory_maps()} | {
             file.path for file in process.open_files()
         }
-        found += [
+        paths += [
             path
             for path in mapped
             if path.startswith(("/dev/shm/", f"{scratch}/")) and os.path.exists(path)
         ]
-        found += [
+        paths += [
             f"/proc/{process.pid}/{name}"
             for name in ("environ", "mem", "maps", "fd", "auxv", "stack")
         ]
-    return sorted(set(found))
+    return sorted(set(paths))
 
 
 def sockets_of(processes: list[psutil.Process]) -> list[str]:
     """Paths of Unix sockets. The names of sockets without a path begin with a zero byte."""
     inodes = {
-        os.stat(f"/proc/{each.pid}/fd/{name}").st_ino
-        for each in processes
-        for name in os.listdir(f"/proc/{each.pid}/fd")
+        os.stat(f"/proc/{member.pid}/fd/{name}").st_ino
+        for member in processes
+        for name in os.listdir(f"/proc/{member.pid}/fd")
     }
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     names = [line[7] for line in lines if len(line) > 7 and int(line[6]) in inodes]

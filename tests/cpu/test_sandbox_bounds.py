@@ -153,7 +153,7 @@ GROWING = (
 FULL = ("files in memory", "empty files")  # these end when there is no space
 
 
-def held(name: str, ended: dict[str, object]) -> bool:
+def is_bounded(name: str, ended: dict[str, object]) -> bool:
     if ended["left"]:
         return False
     if "deadline" in name:
@@ -172,7 +172,7 @@ def attacks_in(kind: str) -> dict[str, str]:
 async def attack(kind: str, name: str, folder: str, address: str) -> dict[str, object]:
     cell = Jail(kind, MEMORY_MIB, FILE_MIB, 3.0 if "deadline" in name else 40.0)
     mark = f"megarl-mark-{os.getpid()}-{name}"
-    ours, terminal = os.openpty()
+    master, terminal = os.openpty()
     environment = {
         "MARK": mark,
         "HOST": str(os.getpid()),
@@ -186,23 +186,23 @@ async def attack(kind: str, name: str, folder: str, address: str) -> dict[str, o
         )
         looks = 0
         # the kernel kills the rest of the sandbox
-        while (left := running(mark)) and (looks := looks + 1) < 200:
+        while (survivors := running(mark)) and (looks := looks + 1) < 200:
             await asyncio.sleep(0.05)
-        return {**ended._asdict(), "left": left}
+        return {**ended._asdict(), "left": survivors}
     finally:
-        os.close(ours)
+        os.close(master)
         os.close(terminal)
         await cell.close()
 
 
 def running(mark: str) -> int:
-    found = 0
+    count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            found += mark in Path(f"/proc/{name}/cmdline").read_text().split("\0")[-3:]
+            count += mark in Path(f"/proc/{name}/cmdline").read_text().split("\0")[-3:]
         except OSError:
             continue
-    return found
+    return count
 
 
 async def attacks(kind: str, folder: str) -> dict[str, dict[str, object]]:
@@ -211,16 +211,17 @@ async def attacks(kind: str, folder: str) -> dict[str, dict[str, object]]:
     # a new session keyring for this process, with a key in it
     libc.syscall((250, 219)[WHICH], 1, None)
     libc.syscall((248, 217)[WHICH], b"user", KEY.encode(), b"x", 1, -3)
-    places, address = asyncio.Semaphore(4), f"megarl-test-{os.getpid()}"
+    places = asyncio.Semaphore(4)
+    address = f"megarl-test-{os.getpid()}"
 
     async def one(name: str) -> dict[str, object]:
         async with places:
             return await attack(kind, name, folder, address)
 
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as in_files:
-        for each, place in ((listener, f"\0{address}"), (in_files, f"{folder}/socket")):
-            each.bind(place)
-            each.listen()
+        for listening_socket, place in ((listener, f"\0{address}"), (in_files, f"{folder}/socket")):
+            listening_socket.bind(place)
+            listening_socket.listen()
         names = attacks_in(kind)
         return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
 
@@ -228,10 +229,10 @@ async def attacks(kind: str, folder: str) -> dict[str, dict[str, object]]:
 @pytest.fixture
 def folder() -> Iterator[str]:
     """A folder that every user may write to."""
-    found = tempfile.mkdtemp(prefix="megarl-bounds-", dir="/tmp")
-    os.chmod(found, 0o777)
-    yield found
-    shutil.rmtree(found)
+    created = tempfile.mkdtemp(prefix="megarl-bounds-", dir="/tmp")
+    os.chmod(created, 0o777)
+    yield created
+    shutil.rmtree(created)
 
 
 def python_of(user: int) -> str:
@@ -241,7 +242,7 @@ def python_of(user: int) -> str:
     """
     for python in dict.fromkeys((sys.executable, "/usr/bin/python3")):
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 [python, "-c", "import megarl.sandbox.jail"],
                 env=variables(),
                 user=user,
@@ -251,7 +252,7 @@ def python_of(user: int) -> str:
             )
         except OSError:
             continue
-        if done.returncode == 0:
+        if completed.returncode == 0:
             return python
     pytest.skip("no interpreter here that another user can run has the packages")
 
@@ -291,7 +292,7 @@ def test_programs_stay_within_the_bounds_of_their_sandbox(
     if os.getuid() == 0 and user == "nobody":
         python = python_of(NOBODY)
         change = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    done = subprocess.run(
+    completed = subprocess.run(
         [python, __file__, kind, folder],
         capture_output=True,
         text=True,
@@ -299,17 +300,17 @@ def test_programs_stay_within_the_bounds_of_their_sandbox(
         cwd="/",
         **change,
     )
-    assert done.returncode in (0, 77), done.stderr
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    found = json.loads(done.stdout)
-    bad = {name: each for name, each in found.items() if not held(name, each)}
-    assert len(found) == len(attacks_in(kind)) and not bad, bad
+    assert completed.returncode in (0, 77), completed.stderr
+    if completed.returncode == 77:
+        pytest.skip(completed.stderr.strip())
+    results = json.loads(completed.stdout)
+    bad = {name: result for name, result in results.items() if not is_bounded(name, result)}
+    assert len(results) == len(attacks_in(kind)) and not bad, bad
     assert os.listdir(folder) == ["socket"], "nothing is left of them"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has capabilities")
-def test_a_program_of_root_has_no_capabilities_where_it_has_no_namespaces() -> None:
+def test_program_of_root_without_namespaces_has_no_capabilities() -> None:
     async def status() -> str:
         jail = Jail(LIMITS, MEMORY_MIB, FILE_MIB, 60.0)
         try:
@@ -321,21 +322,21 @@ def test_a_program_of_root_has_no_capabilities_where_it_has_no_namespaces() -> N
         finally:
             await jail.close()
 
-    found = dict(
+    status_fields = dict(
         line.split(":\t", 1)
         for line in asyncio.run(status()).splitlines()
         if line.startswith("Cap")
     )
     assert {
-        name: int(found[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd")
+        name: int(status_fields[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd")
     } == dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd"), 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_sandbox_does_not_bound_is_said(kind: str) -> None:
-    told = unbounded(kind)
-    assert "memory_mib does not count" in told and "may keep every core busy" in told
-    assert ("host's network" in told) == (kind == LIMITS)
+    message = unbounded(kind)
+    assert "memory_mib does not count" in message and "may keep every core busy" in message
+    assert ("host's network" in message) == (kind == LIMITS)
 
 
 def test_a_run_says_at_its_start_what_its_sandboxes_do_not_bound() -> None:

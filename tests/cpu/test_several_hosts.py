@@ -34,14 +34,14 @@ def start(hosts: Hosts, arguments: list[str], folder: Path) -> list[subprocess.P
     """One launcher per host."""
     launchers = []
     for host in range(hosts.count):
-        own = {
+        overrides = {
             "GROUP_RANK": str(host),
             "GROUP_WORLD_SIZE": str(hosts.count),
             "LOCAL_WORLD_SIZE": "1",
         }
         environment = (
             os.environ
-            | own
+            | overrides
             | {"TORCHELASTIC_RUN_ID": folder.name, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         )
         with open(folder / f"launcher.{host}.log", "wb") as log:
@@ -63,7 +63,8 @@ def stop(launchers: list[subprocess.Popen]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.sample), "gloo"])
-def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, model, tmp_path):
+def test_cut_link_between_hosts_is_reported(transport, model, tmp_path):
+    """Weights and rollouts cross the link before that."""
     run_dir = tmp_path / "run"
     places = [
         "trainer.tp=1",
@@ -101,14 +102,14 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
             stop(launchers)
     # Mooncake's own output may come after this
     end_of_log = (tmp_path / "launcher.0.log").read_text().partition("megarl: ")[2]
-    told = [
+    messages = [
         line
         for line in end_of_log.splitlines()
         if re.search(r"waited \d+ s for|not through within|could not write", line)
     ]
     assert any(
         re.search(r"trainer(\.| rank )0", line) and re.search(r"generator(\.| rank )0", line)
-        for line in told
+        for line in messages
     ), end_of_log
     finished = rows(run_dir)
     assert all(row["sync/audit_ok"] for row in finished)
@@ -191,20 +192,20 @@ def test_engines_pass_on_what_the_trainers_link_need_not_carry(relay, model, tmp
         finally:
             stop(launchers)
     finished = rows(run_dir)
-    per_step = [each / (len(finished) - steps) for each in sent]
+    per_step = [sent_bytes / (len(finished) - steps) for sent_bytes in sent]
     pause_s = statistics.median(row["time/sync_pause_s"] for row in finished[2:])
     print(
         f"weights.relay={relay}: {finished[-1]['sync/bytes']} bytes of weights a step; hosts send "
         f"{per_step}; {pause_s=:.2f}"
     )
     assert all(row["sync/audit_ok"] for row in finished)
-    whole = (
+    full_bytes = (
         finished[-1]["sync/bytes"]
         if relay == "off"
         else 3 * (model / "model.safetensors").stat().st_size
     )
-    assert (finished[-1]["sync/bytes"] < 0.6 * whole) == (relay == "engines")
-    assert (min(per_step[1:]) > 0.1 * whole) == (relay == "engines")
+    assert (finished[-1]["sync/bytes"] < 0.6 * full_bytes) == (relay == "engines")
+    assert (min(per_step[1:]) > 0.1 * full_bytes) == (relay == "engines")
 
 
 def wait_for_steps(

@@ -75,15 +75,15 @@ def sampled(
 
     async def sample(engine: Engine) -> dict[float, list[list[Completion]]]:
         client = engine.client()
-        found = {}
+        completions = {}
         await client.wait_ready(180, log, engine.died)
         for temperature in (0.0, 1.0, 0.6):
             sampling = Sampling(max_tokens=TOKENS, temperature=temperature, ignore_eos=True)
-            found[temperature] = [
+            completions[temperature] = [
                 await client.complete([prompt] * 12, [sampling] * 12, None) for prompt in PROMPTS
             ]
         await client.close()
-        return found
+        return completions
 
     with started(model, algorithm, tp, log) as engine:
         yield algorithm, asyncio.run(sample(engine))
@@ -136,11 +136,14 @@ def test_drafts_are_kept_where_they_are_right(sampled: Any) -> None:
 
     With a temperature some drafts are accepted.
     """
-    algorithm, found = sampled
-    for temperature, of_prompts in found.items():
+    algorithm, completions = sampled
+    for temperature, of_prompts in completions.items():
         drafted, accepted, verified = map(
             sum,
-            zip(*(completion.drafts for each in of_prompts for completion in each), strict=True),
+            zip(
+                *(completion.drafts for same_prompt in of_prompts for completion in same_prompt),
+                strict=True,
+            ),
         )
         assert drafted == STEPS * verified and verified < len(PROMPTS) * 12 * TOKENS
         assert 0 < accepted < drafted or (algorithm == "nextn" and temperature == 0)

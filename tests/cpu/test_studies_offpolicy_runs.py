@@ -49,37 +49,40 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, list[dict]]:
 
 
 def test_runs_are_measured_beside_their_warm_start(study) -> None:
-    made, models = study
-    found = [made.result(cell) for cell in CELLS]
-    for cell, each in zip(CELLS, found):
-        first, *_, last = each["curve"]
+    offpolicy_study, models = study
+    results = [offpolicy_study.result(cell) for cell in CELLS]
+    for cell, result in zip(CELLS, results):
+        first, *_, last = result["curve"]
         assert (first["updates"], first["kl"], last["updates"]) == (0, 0.0, 4) and last["kl"] > 0
         assert all(
             -2 <= point["score"] <= 1 and 0 <= point["win_rate"] <= 1 and point["perplexity"] > 1
-            for point in each["curve"]
+            for point in result["curve"]
         )
         # the engine's mean over other posts, and transformers' here
-        assert each["reward"] == pytest.approx(first["proxy"], abs=1.0)
-        assert not (made.folder(cell) / "hf").exists()
-    assert found[0]["curve"][0] == found[1]["curve"][0]  # one warm start, measured twice
-    text = render({"parts": {"losses": found}, "reward_models": models})
+        assert result["reward"] == pytest.approx(first["proxy"], abs=1.0)
+        assert not (offpolicy_study.folder(cell) / "hf").exists()
+    assert results[0]["curve"][0] == results[1]["curve"][0]  # one warm start, measured twice
+    text = render({"parts": {"losses": results}, "reward_models": models})
     assert "| online_dpo |" in text and "| ppo |" in text and "| medium | 0 |" in text
     # no run is repeated
-    assert made.prepare(CELLS) == models and [made.result(cell) for cell in CELLS] == found
+    assert (
+        offpolicy_study.prepare(CELLS) == models
+        and [offpolicy_study.result(cell) for cell in CELLS] == results
+    )
 
 
 def test_the_reward_model_is_plain_pytorchs(study) -> None:
     """From the same warm start and on the same pairs, it is as good on held-out pairs, with nearly
     the same weights.
     """
-    made, [facts] = study
-    config = load_config(CONFIG, made.common(CELLS[0]))
-    expected = plain.train(config, made.initial(CELLS[0])).state_dict()
-    found = plain.load(made.reward_model(CELLS[0])).state_dict()
+    offpolicy_study, [facts] = study
+    config = load_config(CONFIG, offpolicy_study.common(CELLS[0]))
+    expected = plain.train(config, offpolicy_study.initial(CELLS[0])).state_dict()
+    parameters = plain.load(offpolicy_study.reward_model(CELLS[0])).state_dict()
     assert facts["accuracy"] == pytest.approx(facts["accuracy_plain"], abs=1 / HELD_OUT)
     for name, weights in expected.items():
         torch.testing.assert_close(
-            found[name],
+            parameters[name],
             weights,
             rtol=0,
             atol=1e-3,
@@ -88,26 +91,25 @@ def test_the_reward_model_is_plain_pytorchs(study) -> None:
 
 
 @torch.no_grad()
-def test_megatron_transformers_and_sglang_give_held_out_pairs_the_same_scores(
-    study, tmp_path: Path
-) -> None:
-    made, _ = study
-    config = load_config(CONFIG, made.common(CELLS[0]))
-    folder = made.reward_model(CELLS[0])
+def test_three_programs_give_held_out_pairs_equal_scores(study, tmp_path: Path) -> None:
+    """Megatron, Transformers and SGLang."""
+    offpolicy_study, _ = study
+    config = load_config(CONFIG, offpolicy_study.common(CELLS[0]))
+    folder = offpolicy_study.reward_model(CELLS[0])
     tokenizer = load_tokenizer(config.model)
     pairs = load_pairs(
         config, evaluated_pairs(config.reward_model), "reward_model.eval", find_spec(config)
     )
-    chosen, rejected = zip(
+    preferred, rejected = zip(
         *(pair_tokens(pairs[place], tokenizer, 512) for place in range(len(pairs)))
     )
-    scores = plain.scores(plain.load(folder), [*chosen, *rejected])
+    scores = plain.scores(plain.load(folder), [*preferred, *rejected])
     megatrons = read_metrics(Path(f"{folder}.run") / "reward_model" / METRICS_FILE)[-1]
     means = {"chosen": scores[:HELD_OUT].mean().item(), "rejected": scores[HELD_OUT:].mean().item()}
     assert {name: megatrons[f"eval/score/{name}"] for name in means} == pytest.approx(
         means, abs=TOLERANCE
     )
-    assert served_scores(folder, [*chosen, *rejected], tmp_path / "engine.log") == pytest.approx(
+    assert served_scores(folder, [*preferred, *rejected], tmp_path / "engine.log") == pytest.approx(
         scores.tolist(), abs=TOLERANCE
     )
     assert scores.std() > 0.05

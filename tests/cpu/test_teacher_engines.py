@@ -73,27 +73,27 @@ def test_log_probs_are_hugging_faces(tp: int, tmp_path: Path) -> None:
             ]:
                 for sample, before in zip(judged, RESPONSES, strict=True):
                     assert not sample.failures and sample.token_ids == before.token_ids
-                    [told] = form.unpack(sample.teachers, len(sample.token_ids))
+                    [scores] = form.unpack(sample.teachers, len(sample.token_ids))
                     log_q = hf_distribution(folder, sample)
-                    found = torch.from_numpy(told.logprobs.copy()).double()
+                    logprobs = torch.from_numpy(scores.logprobs.copy()).double()
                     if not top_k:
                         want = log_q.gather(-1, torch.tensor(sample.token_ids)[:, None])
                     else:
-                        assert all(len(set(row)) == top_k for row in told.ids.tolist())
+                        assert all(len(set(row)) == top_k for row in scores.ids.tolist())
                         torch.testing.assert_close(
-                            found, log_q.topk(top_k).values, rtol=0, atol=TOLERANCE
+                            logprobs, log_q.topk(top_k).values, rtol=0, atol=TOLERANCE
                         )
-                        want = log_q.gather(-1, torch.from_numpy(told.ids.copy()).long())
-                    torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE)
+                        want = log_q.gather(-1, torch.from_numpy(scores.ids.copy()).long())
+                    torch.testing.assert_close(logprobs, want, rtol=0, atol=TOLERANCE)
 
         too_long = response(9, CONTEXT)
-        both = [teacher(3), teacher(3)]
-        [sample] = await ServedTeachers(both, TeacherFormat(2, 3)).judged(PROMPT, [too_long])
+        teachers = [teacher(3), teacher(3)]
+        [sample] = await ServedTeachers(teachers, TeacherFormat(2, 3)).judged(PROMPT, [too_long])
         assert [failure.part for failure in sample.failures] == ["roles.teacher"] * 2
         assert f"{CONTEXT + 7} tokens, for a context of {CONTEXT}" in sample.failures[0].reason
         assert all(
-            np.isnan(told.logprobs).all()
-            for told in TeacherFormat(2, 3).unpack(sample.teachers, CONTEXT)
+            np.isnan(scores.logprobs).all()
+            for scores in TeacherFormat(2, 3).unpack(sample.teachers, CONTEXT)
         )
         # SGLang's own message
         with pytest.raises(EngineError, match="longer than the model's context"):

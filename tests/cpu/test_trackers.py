@@ -40,11 +40,11 @@ def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> li
 
     The trainer opens its file after the tracker has started.
     """
-    told: list[str] = []
+    messages: list[str] = []
     config_path = folder / "settings.yaml"
     folder.mkdir(exist_ok=True)
     config_path.write_text(dump_config(config_of(name)))
-    trackers = Trackers(config_of(name), folder, told.append)
+    trackers = Trackers(config_of(name), folder, messages.append)
     trackers.start(config_path, first)
     writer = MetricsWriter(folder, resume_step=first)
     for step in steps:
@@ -58,7 +58,7 @@ def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> li
         writer.write(step, values, {"response_tokens": [1.0, 2.0]})
     writer.close()
     trackers.close()
-    return told
+    return messages
 
 
 @pytest.mark.timeout(900)
@@ -67,8 +67,8 @@ def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> li
     [
         "tensorboard",
         *(
-            pytest.param(each, marks=pytest.mark.long)
-            for each in ("wandb", "mlflow", "swanlab", "trackio")
+            pytest.param(tracker, marks=pytest.mark.long)
+            for tracker in ("wandb", "mlflow", "swanlab", "trackio")
         ),
     ],
 )
@@ -107,9 +107,9 @@ def test_curves_are_those_of_metrics_jsonl_after_every_resume(
 
 
 def test_a_killed_tracker_is_told_of_once_and_made_anew(tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     (tmp_path / "settings.yaml").write_text(dump_config(config_of("tensorboard")))
-    trackers = Trackers(config_of("tensorboard"), tmp_path, told.append)
+    trackers = Trackers(config_of("tensorboard"), tmp_path, messages.append)
     trackers.start(tmp_path / "settings.yaml", 0)
     writer = MetricsWriter(tmp_path)
     writer.write(0, {"loss": 1.0})
@@ -119,32 +119,36 @@ def test_a_killed_tracker_is_told_of_once_and_made_anew(tmp_path: Path) -> None:
     for _ in range(3):
         trackers._looked = 0.0
         trackers.poll()
-    assert len(told) == 1 and told[0].startswith("tracker tensorboard: its process ended (-9)")
+    assert len(messages) == 1 and messages[0].startswith(
+        "tracker tensorboard: its process ended (-9)"
+    )
     trackers.close()
-    assert "may lack steps; the next start of the run sends them" in told[1]
+    assert "may lack steps; the next start of the run sends them" in messages[1]
     writer.close()
     assert launch(tmp_path, "tensorboard", 1, range(1, 3), mark=0.0) == []
     assert read_tensorboard(tmp_path, "") == curves_of(tmp_path)
 
 
 @pytest.mark.long
-def test_a_tracker_that_cannot_be_opened_costs_nothing_but_a_warning(tmp_path: Path) -> None:
+def test_tracker_that_cannot_be_opened_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "tb").write_text("a file where its folder should be")
-    told: list[str] = []
+    messages: list[str] = []
     config = config_of("tensorboard")
     config.timeouts.trackers_s = 6.0
     (tmp_path / "settings.yaml").write_text(dump_config(config))
-    trackers = Trackers(config, tmp_path, told.append)
+    trackers = Trackers(config, tmp_path, messages.append)
     trackers.start(tmp_path / "settings.yaml", 0)
     writer = MetricsWriter(tmp_path)
     writer.write(0, {"loss": 1.0})
     writer.close()
     deadline = time.monotonic() + WAIT_S
-    while not told and time.monotonic() < deadline:
+    while not messages and time.monotonic() < deadline:
         time.sleep(0.2)
         trackers.poll()
     trackers.close()
-    assert "it is tried again" in told[0] and any("may lack steps: " in text for text in told[1:])
+    assert "it is tried again" in messages[0] and any(
+        "may lack steps: " in text for text in messages[1:]
+    )
     assert TrackerState.load(tmp_path, "tensorboard").failures > 0
     (tmp_path / "tb").unlink()
     assert launch(tmp_path, "tensorboard", 1, range(1, 2), mark=0.0) == []
@@ -166,8 +170,8 @@ class FakeWandb:
     def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
         return [dict(zip(columns, row, strict=True)) for row in data]
 
-    def init(self, **given: Any) -> FakeWandb:
-        self.opened = given
+    def init(self, **settings: Any) -> FakeWandb:
+        self.opened = settings
         return self
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -176,7 +180,7 @@ class FakeWandb:
     def finish(self) -> None: ...
 
 
-def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(
+def test_wandb_gets_the_runs_owner_and_texts_of_the_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = FakeWandb()
@@ -201,10 +205,10 @@ def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(
         0,
         lambda seconds: True,
     )
-    given = {
+    settings = {
         key: wandb.opened[key] for key in ("project", "name", "group", "entity", "tags", "mode")
     }
-    assert given == {
+    assert settings == {
         "project": "p",
         "name": "mine",
         "group": "mine",
@@ -252,7 +256,7 @@ def test_what_rows_get_at_the_end_is_added_to_their_steps(tmp_path: Path) -> Non
     }
 
 
-def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(
+def test_rows_of_an_earlier_start_count_after_the_trainers_cut(
     tmp_path: Path,
 ) -> None:
     launch_rows = [(step, mark) for step, mark in ((0, 0.0), (1, 0.0), (2, 0.0))]
@@ -276,7 +280,7 @@ def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(
     ]
 
 
-def test_a_missing_package_is_refused_with_the_command_that_installs_it(
+def test_missing_package_is_refused_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_trackers(["tensorboard"])

@@ -101,13 +101,16 @@ def runs(
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path
     ]
-    chosen = [item.callspec.params for item in of_module if hasattr(item, "callspec")]
-    asked = {(params.get("model", params.get("name")), params.get("layout")) for params in chosen}
+    params_of_tests = [item.callspec.params for item in of_module if hasattr(item, "callspec")]
+    cases_of_tests = {
+        (params.get("model", params.get("name")), params.get("layout"))
+        for params in params_of_tests
+    }
 
     saves = {
         name: layout
         for name, (_, layout, _) in CHECKPOINTS.items()
-        if name == "zero1" or name in {other for other, _ in asked}
+        if name == "zero1" or name in {model_name for model_name, _ in cases_of_tests}
     }
 
     def of_case(model: str, layout: str) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def runs(
         return [
             of_case(*case.values)
             for case in CASES
-            if case.values in asked and LAYOUTS[case.values[1]][0] == world
+            if case.values in cases_of_tests and LAYOUTS[case.values[1]][0] == world
         ]
 
     def checkpoint(run: str, name: str, layout: str) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def runs(
         return [
             checkpoint("load", *case.values)
             for case in LOADS
-            if case.values in asked and LAYOUTS[case.values[1]][0] == world
+            if case.values in cases_of_tests and LAYOUTS[case.values[1]][0] == world
         ]
 
     untied = str(models["untied"])
@@ -172,7 +175,7 @@ def runs(
         *(
             {"run": "gradients", "name": f"bf16.{model}", "model": str(models[model]),
             "topology": topology, "dtype": "bfloat16"}
-            for model, topology in BF16 if (model, None) in asked
+            for model, topology in BF16 if (model, None) in cases_of_tests
         ),
         *(checkpoint("save", name, layout) for name, layout in saves.items()), *loads(2),
         {"run": "init", "name": "init.tp2", "model": untied, "topology": {"tp": 2}, "seed": 3},
@@ -201,9 +204,9 @@ def test_logits_and_logprobs_equal_hf(
 ) -> None:
     expected = reference(models[model])
     ranks = saved(runs, f"{model}.{layout}")
-    seen = [r["logits"] for r in ranks if r["logits"] is not None]
-    assert seen
-    for logits in seen:
+    logits_of_ranks = [r["logits"] for r in ranks if r["logits"] is not None]
+    assert logits_of_ranks
+    for logits in logits_of_ranks:
         torch.testing.assert_close(logits.double(), expected["logits"][:, :-1], rtol=0, atol=1e-5)
     for rank in ranks:
         assert rank["logprobs"] == ranks[0]["logprobs"]
@@ -219,26 +222,26 @@ def test_logits_and_logprobs_equal_hf(
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-@pytest.mark.parametrize("which", ["all", "dropped", "microbatches"])
+@pytest.mark.parametrize("kind", ["all", "dropped", "microbatches"])
 def test_gradients_equal_autograd_of_the_formula(
-    models: dict[str, Path], runs: Path, model: str, layout: str, which: str
+    models: dict[str, Path], runs: Path, model: str, layout: str, kind: str
 ) -> None:
     """`dropped`: without the sequences of zero advantage, but with the same denominator.
 
     `microbatches`: several, of different shapes.
     """
     expected = reference(models[model])
-    steps = [rank[which] for rank in saved(runs, f"{model}.{layout}")]
-    found = hf_gradients(
+    steps = [rank[kind] for rank in saved(runs, f"{model}.{layout}")]
+    gradients = hf_gradients(
         models[model], TrainerTopology(**LAYOUTS[layout][1]), [step["grads"] for step in steps]
     )
-    assert_same_gradients(found, expected["grads"])
+    assert_same_gradients(gradients, expected["grads"])
     norm = math.sqrt(sum((grad**2).sum().item() for grad in expected["grads"].values()))
     for step in steps:
         assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert step["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert step["sums"]["weights"] == pytest.approx(expected["weights"], rel=1e-5)
-        if which != "dropped":
+        if kind != "dropped":
             assert step["sums"]["tokens"] == expected["tokens"]
             assert step["entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
 
@@ -278,7 +281,7 @@ def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None
 
 
 @pytest.mark.parametrize(("model", "layout"), cases(TESTED, REPLAYED))
-def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
+def test_log_probs_and_gradients_are_those_of_replayed_experts(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
     """In several microbatches.
@@ -291,11 +294,11 @@ def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
         "other experts than the model's own"
     )
     for rank in ranks:
-        for scored, wanted in (
+        for scored, expected_logprobs in (
             ("replayed_logprobs", expected),
             ("afterwards", reference(models[model])),
         ):
-            for row, want in zip(rank[scored], wanted["logprobs"], strict=True):
+            for row, want in zip(rank[scored], expected_logprobs["logprobs"], strict=True):
                 assert row == pytest.approx(want, abs=1e-5)
         assert rank["all"]["routing"] == {
             "router/replayed_fraction": 0.0,
@@ -303,12 +306,12 @@ def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
         }
         assert rank["replayed"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert rank["replayed"]["routing"] == pytest.approx(expected["routing"])
-    found = hf_gradients(
+    gradients = hf_gradients(
         models[model],
         TrainerTopology(**LAYOUTS[layout][1]),
         [rank["replayed"]["grads"] for rank in ranks],
     )
-    assert_same_gradients(found, expected["grads"])
+    assert_same_gradients(gradients, expected["grads"])
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -338,14 +341,16 @@ def test_a_vision_tower_is_in_the_export_as_it_was(
     source = models[model]
     exported = runs / f"{model}.{layout}.hf"
     want = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
-    got, found = AutoModelForImageTextToText.from_pretrained(
+    got, loading_info = AutoModelForImageTextToText.from_pretrained(
         exported, dtype=torch.float32, output_loading_info=True
     )
-    assert not any(found.values()), found
+    assert not any(loading_info.values()), loading_info
     for name, tensor in want.state_dict().items():
         assert torch.equal(got.state_dict()[name], tensor), name
-    there, here = (tensor_files(folder) for folder in (source, exported))
-    assert there.keys() == here.keys() and any(name.startswith("model.visual.") for name in here)
+    source_files, exported_files = (tensor_files(folder) for folder in (source, exported))
+    assert source_files.keys() == exported_files.keys() and any(
+        name.startswith("model.visual.") for name in exported_files
+    )
 
 
 @pytest.mark.parametrize(("model", "topology"), BF16)
@@ -357,10 +362,10 @@ def test_bf16(models: dict[str, Path], runs: Path, model: str, topology: dict[st
             got.state_dict()[name], tensor
         ), name
     ranks = [rank["all"]["grads"] for rank in saved(runs, f"bf16.{model}")]
-    found = hf_gradients(models[model], TrainerTopology(**topology), ranks)
+    gradients = hf_gradients(models[model], TrainerTopology(**topology), ranks)
     expected = reference(models[model], torch.bfloat16)["grads"]
     error = math.sqrt(
-        sum(((found[name] - grad) ** 2).sum().item() for name, grad in expected.items())
+        sum(((gradients[name] - grad) ** 2).sum().item() for name, grad in expected.items())
     )
     # A rounded score may choose another expert, which moves the gradient more than rounding itself:
     # by 0.10 for gpt-oss in HF's own bf16.
@@ -406,8 +411,8 @@ def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layo
             )
 
 
-def test_a_run_goes_on_with_the_optimizer_that_its_configuration_says(runs: Path) -> None:
-    """And not with the checkpoint's: another, constant rate, and other betas, epsilon and weight
+def test_resumed_trainer_has_the_optimizer_of_its_settings(runs: Path) -> None:
+    """Not the checkpoint's: another, constant rate, and other betas, epsilon and weight
     decay.
     """
     ((decayed, norms),) = [rank["groups"] for rank in saved(runs, "other_settings.zero1")]
@@ -419,14 +424,14 @@ def test_a_run_goes_on_with_the_optimizer_that_its_configuration_says(runs: Path
 
 
 def test_random_weights_depend_on_the_seed_alone(runs: Path) -> None:
-    one, two, other = (
+    one, two, other_seed = (
         AutoModelForCausalLM.from_pretrained(runs / f"init.{n}.hf").state_dict()
         for n in ("single", "tp2", "other_seed")
     )
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
         if tensor.dim() == 2:
-            assert not torch.equal(tensor, other[name]), name
+            assert not torch.equal(tensor, other_seed[name]), name
             assert (
                 tensor.std().item() == pytest.approx(0.02, rel=0.1)
                 and abs(tensor.mean().item()) < 0.002
@@ -435,10 +440,10 @@ def test_random_weights_depend_on_the_seed_alone(runs: Path) -> None:
             assert (tensor == 1).all()
 
 
-def test_settings_under_megatrons_names_are_what_its_objects_hold(runs: Path) -> None:
-    (found,) = saved(runs, "megatron_settings")
-    assert found["held"] == list(SETTINGS.values())
-    assert found["backend"] == "flash"
+def test_megatron_objects_hold_the_settings_of_their_names(runs: Path) -> None:
+    (settings,) = saved(runs, "megatron_settings")
+    assert settings["held"] == list(SETTINGS.values())
+    assert settings["backend"] == "flash"
 
 
 def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
@@ -447,9 +452,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
     assert complete_checkpoints(runs) == [(1, checkpoint_path(runs, 1))]
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_full_disk_leaves_the_previous_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
     """Only rank 1 cannot write.
 
     Both ranks learn of it, and rank 0 knows why. The test has processes of its own, because a limit
@@ -540,9 +543,9 @@ def test_linear_logprobs(runs: Path, world_size: int) -> None:
     ranks = saved(runs, f"logprobs.{world_size}")
     assert len(ranks) == world_size
     for name, (logits, targets, vocab_size, temperature) in LOGPROBS.items():
-        whole = logits.double().requires_grad_()
+        full_logits = logits.double().requires_grad_()
         expected = (
-            (whole[..., :vocab_size] / temperature)
+            (full_logits[..., :vocab_size] / temperature)
             .log_softmax(dim=-1)
             .gather(-1, targets.unsqueeze(-1))
             .squeeze(-1)
@@ -552,7 +555,10 @@ def test_linear_logprobs(runs: Path, world_size: int) -> None:
         grad = torch.stack([rank[name][1] for rank in ranks]).sum(dim=0)
         assert grad.dtype == logits.dtype
         torch.testing.assert_close(
-            grad.double(), whole.grad, rtol=1e-2 if half else 1e-5, atol=1e-2 if half else 2e-6
+            grad.double(),
+            full_logits.grad,
+            rtol=1e-2 if half else 1e-5,
+            atol=1e-2 if half else 2e-6,
         )
         assert (grad[..., vocab_size:] == 0).all()
         for rank in ranks:
@@ -565,18 +571,18 @@ def test_linear_logprobs(runs: Path, world_size: int) -> None:
 def test_on_gpus_the_storage_of_what_was_sent_is_freed(runs: Path) -> None:
     """Megatron waits for the sends, with one stage a rank and with several."""
     ((settings),) = saved(runs, "settings_on_gpus")
-    kept = {
+    storages = {
         vpp: (s["overlap_p2p_comm"], s["deallocate_pipeline_outputs"])
         for vpp, s in settings.items()
     }
-    assert kept == {1: (False, True), 2: (True, True)}
+    assert storages == {1: (False, True), 2: (True, True)}
     assert all(
         s["bias_activation_fusion"] and not s["use_cpu_initialization"] for s in settings.values()
     ), "made for GPUs"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it(
+def test_padding_tokens_gradient_is_that_of_nn_embedding(
     sequence_parallel: bool,
 ) -> None:
     """It gets none, even if each of two ranks has a part of the looked-up rows [s / 2, b, h]."""
@@ -588,21 +594,21 @@ def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 5, (2, 8), generator=generator)
-    weights, wanted = (
+    weights, loss_weights = (
         torch.randn(*shape, dtype=torch.float64, generator=generator)
         for shape in ((5, 3), (2, 8, 3))
     )
     reference = torch.nn.Embedding(5, 3, padding_idx=2, dtype=torch.float64)
     reference.weight.data.copy_(weights)
-    (reference(ids) * wanted).sum().backward()
+    (reference(ids) * loss_weights).sum().backward()
     weights.requires_grad_()
     for rank in range(2 if sequence_parallel else 1):
         group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
         embedding = SimpleNamespace(reduce_scatter_embeddings=sequence_parallel, tp_group=group)
-        rows, own = (
-            each.transpose(0, 1).chunk(2)[rank] if sequence_parallel else each
-            for each in (weights[ids], wanted)
+        rows, weights_of_loss = (
+            full.transpose(0, 1).chunk(2)[rank] if sequence_parallel else full
+            for full in (weights[ids], loss_weights)
         )
-        (_without_padding(2, embedding, (ids,), rows) * own).sum().backward()
+        (_without_padding(2, embedding, (ids,), rows) * weights_of_loss).sum().backward()
     assert (ids == 2).any() and reference.weight.grad is not None
     torch.testing.assert_close(weights.grad, reference.weight.grad, rtol=0, atol=1e-12)

@@ -72,12 +72,12 @@ def model(folder: Path) -> PreTrainedModel:
     return load_float64(folder)
 
 
-def distribution(of: PreTrainedModel, sample: Any, temperature: float) -> torch.Tensor:
+def distribution(network: PreTrainedModel, sample: Any, temperature: float) -> torch.Tensor:
     """[T, vocabulary]: log-probs at each token of the response."""
     ids = torch.tensor([*sample.prompt_ids, *sample.token_ids])
-    return (of(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature).log_softmax(
-        dim=-1
-    )
+    return (
+        network(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature
+    ).log_softmax(dim=-1)
 
 
 def coarse_kl(log_p: torch.Tensor, ids: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -97,10 +97,10 @@ def random_batches(out: Path, case: str) -> list[Batch]:
 
     Teachers on engines have judged all samples except one, in float32.
     """
-    _, k, temperature, _, names, own = CASES[case]
+    _, k, temperature, _, names, on_trainer = CASES[case]
     generator = torch.Generator().manual_seed(1)
     batches = []
-    served = [name for name in names if name not in own]
+    served = [name for name in names if name not in on_trainer]
     for step in range(2):
         groups = []
         for ordinal in range(GROUPS):
@@ -114,7 +114,7 @@ def random_batches(out: Path, case: str) -> list[Batch]:
                     tokens.tolist(), [0.0] * len(tokens), [0] * len(tokens), "", reward, "stop"
                 )
                 numbers = batch_of([Group(Prompt(0, prompt, "", ""), [plain])]).numbers[0]
-                told: list[TeacherScores | None] = []
+                teacher_scores: list[TeacherScores | None] = []
                 with torch.no_grad():
                     mu = distribution(model(out / "policy"), numbers, temperature).gather(
                         -1, tokens[:, None]
@@ -127,7 +127,7 @@ def random_batches(out: Path, case: str) -> list[Batch]:
                             if best
                             else np.zeros((len(tokens), 0), np.int32)
                         )
-                        told.append(
+                        teacher_scores.append(
                             TeacherScores(
                                 ids,
                                 (
@@ -135,12 +135,16 @@ def random_batches(out: Path, case: str) -> list[Batch]:
                                 ).numpy(),
                             )
                         )
-                if told and 3 * ordinal + number == FAILED:
-                    told[0] = None
+                if teacher_scores and 3 * ordinal + number == FAILED:
+                    teacher_scores[0] = None
                 mu = mu + 0.6 * torch.randn(len(tokens), generator=generator)
                 # the first response has an environment's tokens
                 mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]
-                packed = TeacherFormat(len(served), k).pack(told, len(tokens)) if served else b""
+                packed = (
+                    TeacherFormat(len(served), k).pack(teacher_scores, len(tokens))
+                    if served
+                    else b""
+                )
                 of_mu = mu.float().numpy()
                 samples.append(
                     Sample(
@@ -163,9 +167,9 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
     """For each batch: (loss, gradient norm) of its optimizer steps, the mean divergences, and the
     weights after it.
     """
-    over, k, temperature, name, names, own = CASES[case]
+    over, k, temperature, name, names, on_trainer = CASES[case]
     policy = load_float64(out / "policy")
-    found = []
+    batch_results = []
     groups = [
         {"params": [p for p in policy.parameters() if p.dim() > 1]},
         {"params": [p for p in policy.parameters() if p.dim() == 1]},
@@ -174,18 +178,18 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
         group["weight_decay"] = decay
     adam = torch.optim.AdamW(groups, lr=ADAM["lr"], betas=ADAM["betas"], eps=ADAM["eps"])
     for batch in batches:
-        told = []
+        optimizer_steps = []
         sums = {teacher: [0.0, 0] for teacher in names}
         rewards = torch.tensor(
             [sample.reward for sample in batch.samples], dtype=torch.float64
         ).view(GROUPS, 3)
         advantages = (rewards - rewards.mean(dim=1, keepdim=True)).flatten() * (name != "distill")
-        for chosen in cut_into_minibatches(GROUPS, MINIBATCHES, 1, SEED, batch.step):
+        for minibatch in cut_into_minibatches(GROUPS, MINIBATCHES, 1, SEED, batch.step):
             loss = torch.zeros((), dtype=torch.float64)
             tokens = 0
-            for place in (3 * group + i for group in chosen for i in range(3)):
+            for place in (3 * group + i for group in minibatch for i in range(3)):
                 sample = batch.numbers[place]
-                mine = torch.tensor(
+                loss_mask = torch.tensor(
                     sample.policy_mask
                     if sample.policy_mask is not None
                     else [True] * len(sample.token_ids)
@@ -201,7 +205,7 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
                 )
                 advantage = advantages[place].expand(len(now)).clone()
                 for teacher in names:
-                    if place == FAILED and teacher == names[0] and teacher not in own:
+                    if place == FAILED and teacher == names[0] and teacher not in on_trainer:
                         continue
                     with torch.no_grad():
                         log_q = distribution(model(out / teacher), sample, temperature)
@@ -216,28 +220,28 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
                             if best
                             else (log_p.exp() * (log_p - log_q)).sum(-1)
                         )
-                        loss = loss + COEF * WEIGHTS[teacher] * kl[mine].sum()
+                        loss = loss + COEF * WEIGHTS[teacher] * kl[loss_mask].sum()
                     sums[teacher] = [
-                        sums[teacher][0] + kl[mine].sum().item(),
-                        sums[teacher][1] + int(mine.sum()),
+                        sums[teacher][0] + kl[loss_mask].sum().item(),
+                        sums[teacher][1] + int(loss_mask.sum()),
                     ]
-                loss = loss - (weight * advantage * now)[mine].sum()
-                tokens += int(mine.sum())
+                loss = loss - (weight * advantage * now)[loss_mask].sum()
+                tokens += int(loss_mask.sum())
             adam.zero_grad()
             loss = loss / tokens
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), ADAM["clip_grad"]).item()
             adam.step()
-            told.append((loss.item(), norm))
+            optimizer_steps.append((loss.item(), norm))
         means = {teacher: total / count for teacher, (total, count) in sums.items()}
-        found.append(
+        batch_results.append(
             {
-                "told": told,
+                "told": optimizer_steps,
                 "means": means,
                 "weights": {key: value.clone() for key, value in policy.state_dict().items()},
             }
         )
-    return found
+    return batch_results
 
 
 @pytest.fixture(scope="module")
@@ -247,15 +251,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model("qwen3", out / "big", hidden_size=48, intermediate_size=64)
     save_model("untied", out / "near", initializer_range=0.15)
     scenarios = []
-    for case, (over, k, temperature, name, names, own) in CASES.items():
+    for case, (over, k, temperature, name, names, on_trainer) in CASES.items():
         torch.save(random_batches(out, case), out / f"{case}.batches")
         roles = [
             f"roles.{t}.{key}"
             for t in names
             for key in ("role=teacher", f"path={out / t}", f"weight={WEIGHTS[t]}")
         ]
-        roles += [f"roles.{t}.on={'trainer' if t in own else 'engines'}" for t in names]
-        for layout in (layout for each, layout in RUNS if each == case):
+        roles += [f"roles.{t}.on={'trainer' if t in on_trainer else 'engines'}" for t in names]
+        for layout in (layout for case_of_run, layout in RUNS if case_of_run == case):
             topology, settings = LAYOUTS[layout]
             overrides = [
                 f"rollout.prompts_per_step={GROUPS}", "rollout.n=3",
@@ -271,13 +275,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "overrides": overrides,
                 "trainer": {"max_tokens_per_microbatch": 24, **settings},
             })  # fmt: skip
-    other = {
+    teacher_models = {
         "run": "other_reference",
         "name": "reference",
         "model": str(out / "policy"),
         "reference": str(out / "big"),
     }
-    spawn(2, out, [*scenarios, {**other, "topology": {"tp": 2}}])
+    spawn(2, out, [*scenarios, {**teacher_models, "topology": {"tp": 2}}])
     return out
 
 
@@ -288,9 +292,9 @@ def test_distillation_equals_a_plain_loop(runs: Path, case: str, layout: str) ->
     assert len(ranks) == 2
     for step, want in enumerate(expected(runs, case)):
         for rank in ranks:
-            each, metrics = rank["told"][step]
-            for found, values in zip(each, want["told"], strict=True):
-                assert found == pytest.approx(values, rel=1e-4, abs=1e-6)
+            optimizer_steps, metrics = rank["told"][step]
+            for actual, values in zip(optimizer_steps, want["told"], strict=True):
+                assert actual == pytest.approx(values, rel=1e-4, abs=1e-6)
             for teacher, mean in want["means"].items():
                 assert metrics[f"distill/{teacher}/kl"] == pytest.approx(mean, rel=1e-4)
             assert metrics["distill/kl"] == pytest.approx(
@@ -329,9 +333,6 @@ def test_a_reference_may_have_another_shape(runs: Path) -> None:
                     ),
                 ]
                 assert row == pytest.approx(want, abs=1e-5)
-
-
-# -- the divergences by themselves
 
 
 @pytest.fixture
@@ -380,16 +381,17 @@ def test_divergences_and_their_gradients(
 ) -> None:
     """Values against the formula in float64, and gradients against its central differences."""
     vocab = 11
-    hidden, weight, of_teacher, own = inputs(vocab, 16)
-    q_logits = of_teacher.double() @ own[:vocab].double().T
+    hidden, weight, of_teacher, teacher_head = inputs(vocab, 16)
+    q_logits = of_teacher.double() @ teacher_head[:vocab].double().T
     log_q = (q_logits / temperature).log_softmax(-1)
     ids = None if k is None else log_q.topk(k).indices
     teacher = (
-        WholeDistribution(of_teacher, own)
+        WholeDistribution(of_teacher, teacher_head)
         if ids is None
         else LikeliestTokens(ids, log_q.gather(-1, ids).float())
     )
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    h = hidden.clone().requires_grad_()
+    w = weight.clone().requires_grad_()
     kl = linear_kl(h, w, teacher, alone, vocab, temperature, chunk)
     g = torch.arange(1.0, ROWS + 1)
     (kl * g).sum().backward()
@@ -400,33 +402,33 @@ def test_divergences_and_their_gradients(
     def total(h: torch.Tensor, w: torch.Tensor) -> float:
         return (written_out(h, w, log_q, ids, vocab, temperature) * g.double()).sum().item()
 
-    for which, grad in ((0, h.grad), (1, w.grad)):
-        for at in np.ndindex(tuple(grad.shape)):
-            if which == 1 and at[0] >= vocab:
-                assert grad[at] == 0
+    for argument, grad in ((0, h.grad), (1, w.grad)):
+        for place in np.ndindex(tuple(grad.shape)):
+            if argument == 1 and place[0] >= vocab:
+                assert grad[place] == 0
                 continue
             values = []
             for sign in (1, -1):
                 moved = [hidden.double().clone(), weight.double().clone()]
-                moved[which][at] += sign * 1e-5
+                moved[argument][place] += sign * 1e-5
                 values.append(total(*moved))
-            assert grad[at].item() == pytest.approx(
+            assert grad[place].item() == pytest.approx(
                 (values[0] - values[1]) / 2e-5, rel=1e-4, abs=2e-4
             )
 
 
-def test_tokens_beyond_the_policys_vocabulary_count_to_neither_side(alone) -> None:
+def test_kl_ignores_tokens_beyond_the_policys_vocabulary(alone) -> None:
     """A teacher with a larger padded vocabulary may name such tokens."""
     hidden, weight, _, _ = inputs(11, 16)
     ids = torch.tensor([[2, 14, 5]]).repeat(ROWS, 1)
     q = torch.tensor([[0.5, 0.1, 0.25]]).repeat(ROWS, 1)
     kl = linear_kl(hidden, weight, LikeliestTokens(ids, q.log()), alone, 11)
     p = (hidden.double() @ weight[:11].double().T).softmax(-1)
-    rest = 1 - p[:, 2] - p[:, 5]
+    remaining_mass = 1 - p[:, 2] - p[:, 5]
     want = (
         p[:, 2] * (p[:, 2] / 0.5).log()
         + p[:, 5] * (p[:, 5] / 0.25).log()
-        + rest * (rest / 0.15).log()
+        + remaining_mass * (remaining_mass / 0.15).log()
     )
     torch.testing.assert_close(kl.double(), want, rtol=1e-5, atol=1e-6)
 
@@ -437,21 +439,23 @@ def test_likeliest_tokens_give_a_lower_bound(alone) -> None:
     (Log-probs are in float64, since in float32 a small remaining probability has few digits.)
     """
     vocab = 11
-    hidden, weight, of_teacher, own = inputs(vocab, vocab)
-    log_q = (of_teacher.double() @ own.double().T).log_softmax(-1)
-    whole = linear_kl(hidden, weight, WholeDistribution(of_teacher, own), alone, vocab)
-    found = []
+    hidden, weight, of_teacher, teacher_head = inputs(vocab, vocab)
+    log_q = (of_teacher.double() @ teacher_head.double().T).log_softmax(-1)
+    full_divergence = linear_kl(
+        hidden, weight, WholeDistribution(of_teacher, teacher_head), alone, vocab
+    )
+    bounds = []
     for k in range(1, vocab + 1):
         best = log_q.topk(k)
-        found.append(
+        bounds.append(
             linear_kl(
                 hidden, weight, LikeliestTokens(best.indices, best.values), alone, vocab
             ).float()
         )
-        assert (found[-1] <= whole + 1e-5).all() and (
-            k == 1 or (found[-1] >= found[-2] - 1e-5).all()
+        assert (bounds[-1] <= full_divergence + 1e-5).all() and (
+            k == 1 or (bounds[-1] >= bounds[-2] - 1e-5).all()
         )
-    torch.testing.assert_close(found[-1], whole, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(bounds[-1], full_divergence, rtol=1e-5, atol=2e-6)
 
 
 def test_scores_survive_packing() -> None:

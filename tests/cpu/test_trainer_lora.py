@@ -100,10 +100,12 @@ def runs(
     def new(run: str, case: str, layout: str, **changed: Any) -> dict[str, Any]:
         """A trainer with newly initialised adapters."""
         checkpoint = str(out / f"checkpoint.{case}")
-        other = str(models[f"other.{CASES[case][0]}"])
-        own = {"lora": CASES[case][1] | changed, "checkpoint": checkpoint, "other": other}
+        other_model = str(models[f"other.{CASES[case][0]}"])
+        fields = {"lora": CASES[case][1] | changed, "checkpoint": checkpoint, "other": other_model}
         return (
-            scenario(case, layout) | {"run": f"lora_{run}", "name": f"{run}.{case}.{layout}"} | own
+            scenario(case, layout)
+            | {"run": f"lora_{run}", "name": f"{run}.{case}.{layout}"}
+            | fields
         )
 
     for world in (2, 1, 4):
@@ -133,13 +135,13 @@ def lora_of(case: str) -> Lora | None:
     return Lora.of(LoraConfig(**CASES[case][1]))
 
 
-def whole(
+def joined_adapters(
     folder: Path, case: str, layout: str, ranks: list[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """The ranks' parts of the adapters, joined. Copies must agree."""
     spec = load_spec(folder)
     lora = lora_of(case)
-    found = {
+    full_tensors = {
         t.name: torch.full(t.shape, torch.nan, dtype=torch.float64)
         for t in lora.hf_layout(spec, "float32").tensors(0)
     }
@@ -148,12 +150,12 @@ def whole(
             spec, TrainerTopology(**LAYOUTS[layout][1]), "float32"
         ).tensors(rank):
             for piece in tensor.pieces:
-                here = parts[tensor.name][piece.local.slices()].double()
-                there = found[piece.logical_name][piece.logical.slices()]
-                both = ~here.isnan() & ~there.isnan()
-                torch.testing.assert_close(here[both], there[both], rtol=1e-5, atol=1e-6)
-                there[~here.isnan()] = here[~here.isnan()]
-    return found
+                local = parts[tensor.name][piece.local.slices()].double()
+                target = full_tensors[piece.logical_name][piece.logical.slices()]
+                filled = ~local.isnan() & ~target.isnan()
+                torch.testing.assert_close(local[filled], target[filled], rtol=1e-5, atol=1e-6)
+                target[~local.isnan()] = local[~local.isnan()]
+    return full_tensors
 
 
 @pytest.mark.parametrize(("case", "layout"), RUNS)
@@ -163,14 +165,14 @@ def test_gradients_equal_plain_adapters(
     want = expected[case]
     ranks = saved(runs, f"{case}.{layout}")
     norm = math.sqrt(sum((grad**2).sum().item() for grad in want["grads"].values()))
-    for which in ("all", "microbatches"):
-        found = whole(
-            models[CASES[case][0]], case, layout, [rank[which]["grads"] for rank in ranks]
+    for batching in ("all", "microbatches"):
+        gradients = joined_adapters(
+            models[CASES[case][0]], case, layout, [rank[batching]["grads"] for rank in ranks]
         )
-        assert_same_gradients(found, want["grads"])
+        assert_same_gradients(gradients, want["grads"])
         for rank in ranks:
-            assert rank[which]["loss"] == pytest.approx(want["loss"], rel=1e-5)
-            assert rank[which]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+            assert rank[batching]["loss"] == pytest.approx(want["loss"], rel=1e-5)
+            assert rank[batching]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize(("case", "layout"), RUNS)
@@ -178,8 +180,8 @@ def test_log_probs_with_adapters_and_without(
     runs: Path, expected: dict[str, Any], case: str, layout: str
 ) -> None:
     for rank in saved(runs, f"{case}.{layout}"):
-        for which, wanted in (("logprobs", "logprobs"), ("reference", "base")):
-            for row, want in zip(rank[which], expected[case][wanted], strict=True):
+        for scores, reference in (("logprobs", "logprobs"), ("reference", "base")):
+            for row, want in zip(rank[scores], expected[case][reference], strict=True):
                 assert row == pytest.approx(want, abs=1e-5)
 
 
@@ -198,10 +200,12 @@ def test_three_steps_move_the_adapters_alone(
         elements = sum(values.numel() for values in rank["adapters"].values())
         # padded to equal shares
         assert rank["optimized"] <= elements <= rank["buffers"] < elements + 64 * 128 * len(ranks)
-    found = whole(models[CASES[case][0]], case, layout, [rank["adapters"] for rank in ranks])
+    adapters = joined_adapters(
+        models[CASES[case][0]], case, layout, [rank["adapters"] for rank in ranks]
+    )
     for name, values in expected[case]["trained"].items():
         torch.testing.assert_close(
-            found[name], values, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
+            adapters[name], values, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
@@ -230,8 +234,8 @@ def test_exported_adapters_are_those_that_were_loaded(
     for name, values in want.items():
         assert torch.equal(got[name], values), name
     settings = json.loads((runs / f"{case}.{layout}.adapter" / "adapter_config.json").read_text())
-    wanted = json.loads((expected[case]["path"] / "adapter_config.json").read_text())
-    assert {key: settings[key] for key in wanted} == wanted
+    adapter_config = json.loads((expected[case]["path"] / "adapter_config.json").read_text())
+    assert {key: settings[key] for key in adapter_config} == adapter_config
 
 
 @pytest.mark.parametrize("case", ["llama", "some"])
@@ -260,11 +264,15 @@ def test_a_checkpoint_of_adapters_goes_on_under_other_sizes(
     before = saved(runs, f"save.{case}.{first}")
     after = saved(runs, f"load.{case}.{layout}")
     for stage, tolerance in (("first", 0.0), ("third", 1e-5)):
-        want = whole(models[model], case, first, [rank[stage] for rank in before])
-        found = whole(models[model], case, layout, [rank[stage] for rank in after])
+        want = joined_adapters(models[model], case, first, [rank[stage] for rank in before])
+        adapters = joined_adapters(models[model], case, layout, [rank[stage] for rank in after])
         for name, values in want.items():
             torch.testing.assert_close(
-                found[name], values, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+                adapters[name],
+                values,
+                rtol=0,
+                atol=tolerance,
+                msg=lambda m, name=name: f"{name}: {m}",
             )
             bound = 1 / math.sqrt(values.size(1))
             if stage == "first" and name.endswith("lora_A.weight"):
@@ -305,7 +313,9 @@ def test_dropout_is_the_seeds_and_of_training_alone(
 ) -> None:
     ranks = saved(runs, f"dropout.{case}.{layout}")
     one, again = (
-        whole(models[CASES[case][0]], case, layout, [rank[name]["grads"] for rank in ranks])
+        joined_adapters(
+            models[CASES[case][0]], case, layout, [rank[name]["grads"] for rank in ranks]
+        )
         for name in ("one", "again")
     )
     scale = max(grad.abs().max().item() for grad in expected[case]["grads"].values())
@@ -322,7 +332,7 @@ def test_dropout_is_the_seeds_and_of_training_alone(
         for row, want in zip(rank["logprobs"], expected[case]["logprobs"], strict=True):
             assert row == pytest.approx(want, abs=1e-5)
     if layout == "recompute":  # recomputation drops the same elements
-        for name, grad in whole(
+        for name, grad in joined_adapters(
             models["untied"],
             case,
             "single",
@@ -333,9 +343,9 @@ def test_dropout_is_the_seeds_and_of_training_alone(
 
 @pytest.mark.parametrize("case", ["own", "shared"])
 def test_adapters_on_layers_of_transformer_engine(runs: Path, case: str) -> None:
-    (found,) = saved(runs, f"te.{case}.single")
-    assert found["held"] == found["layout"]
-    for (got, bias), (merged, _), (plain, _) in found["pairs"]:
+    (result,) = saved(runs, f"te.{case}.single")
+    assert result["held"] == result["layout"]
+    for (got, bias), (merged, _), (plain, _) in result["pairs"]:
         assert bias is None
         torch.testing.assert_close(got, merged, rtol=1e-4, atol=1e-3)
         assert not torch.allclose(got, plain, rtol=1e-2, atol=1e-1)

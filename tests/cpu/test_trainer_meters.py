@@ -46,7 +46,7 @@ EVERY_AGE = torch.tensor([0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 20])
 SMALL = {"max_tokens_per_microbatch": 24}
 
 
-def sampled(folder: Path, noise: float) -> Batch:
+def batch_of_policy(folder: Path, noise: float) -> Batch:
     """Sequences sampled at TEMPERATURE from nearly the model's distribution, under the weights of
     step 20 and of older steps.
     """
@@ -82,22 +82,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model("untied", out / "hf")
     overrides = [f"rollout.prompts_per_step={GROUPS}", f"rollout.n={SAMPLES}", f"seed={SEED}"]
     for name, noise in (("near", 0.3), ("equal", 0.0)):
-        torch.save(sampled(out / "hf", noise), out / f"{name}.pt")
+        torch.save(batch_of_policy(out / "hf", noise), out / f"{name}.pt")
 
-    def scenario(name: str, batch: str, layout: str, *more: str) -> dict[str, Any]:
+    def scenario(name: str, batch: str, layout: str, *names: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
-        given = {
+        fields = {
             "model": str(out / "hf"),
             "batch": str(out / f"{batch}.pt"),
             "config": str(CONFIG),
-            "overrides": [*overrides, *more],
+            "overrides": [*overrides, *names],
         }
         return {
             "run": "meters",
             "name": name,
             "topology": topology,
             "trainer": {**SMALL, **settings},
-            **given,
+            **fields,
         }
 
     right = f"rollout.temperature={TEMPERATURE}"
@@ -124,7 +124,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(runs: Path, batch: str, places: Any) -> tuple[dict[str, float], dict[str, list[int]]]:
     batch = torch.load(runs / f"{batch}.pt", weights_only=False)
     model = load_float64(runs / "hf")
-    found = []
+    rows = []
     for place in places:
         numbers = batch.numbers[place]
         runs_of = batch.samples[place].policy_versions
@@ -132,8 +132,8 @@ def expected(runs: Path, batch: str, places: Any) -> tuple[dict[str, float], dic
             pi = logprobs_of(model, numbers.prompt_ids, numbers.token_ids).numpy()
         mask = np.ones(len(pi), bool) if numbers.policy_mask is None else numbers.policy_mask
         versions = np.concatenate([np.full(count, version) for version, count in runs_of])
-        found.append((pi[mask], numbers.logprobs[mask], STEP - versions))
-    return meters(found)
+        rows.append((pi[mask], numbers.logprobs[mask], STEP - versions))
+    return meters(rows)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -144,18 +144,18 @@ def test_meters_equal_their_formulas_in_every_layout(runs: Path, layout: str) ->
     assert len(ranks) == LAYOUTS[layout][0]
     (alone,) = saved(runs, "near.single")
     for rank in ranks:
-        found = {
+        actual = {
             name: value for name, value in rank["metrics"].items() if name.startswith("agreement/")
         }
         assert (
-            found.keys() == metrics.keys()
+            actual.keys() == metrics.keys()
             and rank["histograms"] == alone["histograms"] == histograms
         )
         for name, value in metrics.items():
-            assert found[name] == pytest.approx(
+            assert actual[name] == pytest.approx(
                 value, rel=0.016 if "p99" in name else 1e-4, abs=1e-5
             ), name
-            assert found[name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-5), name
+            assert actual[name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -170,7 +170,7 @@ def test_what_is_kept_of_tokens_is_what_the_step_knew(runs: Path, layout: str) -
     (alone,) = saved(runs, "near.single")
     for place, row in ((place, row) for rank in ranks for place, row in rank["kept"].items()):
         numbers = batch.numbers[place]
-        own = np.flatnonzero(
+        local_places = np.flatnonzero(
             np.ones(len(numbers.token_ids), bool)
             if numbers.policy_mask is None
             else numbers.policy_mask
@@ -178,12 +178,12 @@ def test_what_is_kept_of_tokens_is_what_the_step_knew(runs: Path, layout: str) -
         with torch.no_grad():
             pi = logprobs_of(model, numbers.prompt_ids, numbers.token_ids).numpy()
         assert (
-            row.ids.tolist() == numbers.token_ids[own].tolist()
-            and row.positions.tolist() == (own + len(numbers.prompt_ids)).tolist()
+            row.ids.tolist() == numbers.token_ids[local_places].tolist()
+            and row.positions.tolist() == (local_places + len(numbers.prompt_ids)).tolist()
         )
         assert row.mu_logprobs.tolist() == numbers.logprobs[
-            own
-        ].tolist() and row.logprobs == pytest.approx(pi[own], abs=1e-5)
+            local_places
+        ].tolist() and row.logprobs == pytest.approx(pi[local_places], abs=1e-5)
         assert (
             row.advantages.tolist() == alone["kept"][place].advantages.tolist()
             and len(set(row.advantages.tolist())) == 1
@@ -204,10 +204,10 @@ def test_of_several_optimizer_steps_the_first_is_measured(runs: Path) -> None:
         runs, "near", [SAMPLES * group + number for group in first for number in range(SAMPLES)]
     )
     (rank,) = saved(runs, "several")
-    found = {
+    actual = {
         name: value for name, value in rank["metrics"].items() if name.startswith("agreement/")
     }
-    assert found == {
+    assert actual == {
         name: pytest.approx(value, rel=0.016, abs=1e-5) for name, value in metrics.items()
     }
     assert rank["metrics"]["optimizer_steps"] == 4
@@ -216,13 +216,14 @@ def test_of_several_optimizer_steps_the_first_is_measured(runs: Path) -> None:
 def test_a_planted_mismatch_is_seen_and_told(runs: Path) -> None:
     """The trainer computes log-probs at another temperature than the sampling temperature."""
     for name, agrees in (("equal", True), ("planted", False)):
-        ((rank,), limit) = saved(runs, name), LIMITS_BY_DTYPE["float32"]
+        (rank,) = saved(runs, name)
+        limit = LIMITS_BY_DTYPE["float32"]
         metrics = rank["metrics"]
         assert (metrics["agreement/age_0/abs_diff_mean"] < 1e-5) == agrees and (
             metrics["agreement/age_0/abs_diff_mean"] > 0.1
         ) != agrees
         assert (metrics["agreement/kl_k3"] < 1e-9) == agrees
-        told = describe_agreement(
+        message = describe_agreement(
             [
                 {
                     "step": STEP,
@@ -233,4 +234,4 @@ def test_a_planted_mismatch_is_seen_and_told(runs: Path) -> None:
                 }
             ]
         )
-        assert (told == "") == agrees and (agrees or "they do not compute the same" in told)
+        assert (message == "") == agrees and (agrees or "they do not compute the same" in message)

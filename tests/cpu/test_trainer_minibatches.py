@@ -174,7 +174,7 @@ def plain_loop(
     """
     model = load_float64(folder)
     start = load_float64(folder)
-    found = []
+    batch_results = []
     position = 0
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
@@ -186,10 +186,10 @@ def plain_loop(
     total = 12
     warmup = ADAM["warmup_steps"]
     for batch in batches:
-        told = []
+        optimizer_steps = []
         numbers = batch.numbers
         n = 3
-        mine = {
+        masks = {
             place: torch.tensor(
                 s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)
             )
@@ -209,10 +209,10 @@ def plain_loop(
         advantages = rewards - rewards.mean(dim=1, keepdim=True)
         if ratio == "decoupled":
             advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-6)
-        for chosen in cut_into_minibatches(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
+        for minibatch in cut_into_minibatches(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
             loss = torch.zeros((), dtype=torch.float64)
             tokens = 0
-            for place in (n * group + i for group in chosen for i in range(n)):
+            for place in (n * group + i for group in minibatch for i in range(n)):
                 if ratio == "entropy" and batch.samples[place].finish_reason == "length":
                     continue
                 now = logprobs_of(model, numbers[place].prompt_ids, numbers[place].token_ids)
@@ -223,21 +223,21 @@ def plain_loop(
                     mu[place],
                     first[place],
                     advantages.flatten()[place].item(),
-                )[mine[place]]
+                )[masks[place]]
                 if ratio == "entropy":
                     terms = (
                         terms
                         + BONUS
                         * entropies_of(model, numbers[place].prompt_ids, numbers[place].token_ids)[
-                            mine[place]
+                            masks[place]
                         ]
                     )
                 loss = loss - (terms.mean() if ratio == "decoupled" else terms.sum())
-                tokens += int(mine[place].sum())
-            loss = loss / (n * len(chosen) if ratio == "decoupled" else tokens)
+                tokens += int(masks[place].sum())
+            loss = loss / (n * len(minibatch) if ratio == "decoupled" else tokens)
             if ratio in ("online_dpo", "proximal_rloo"):
                 loss = torch.zeros((), dtype=torch.float64)
-                for places in ([n * group + i for i in range(n)] for group in chosen):
+                for places in ([n * group + i for i in range(n)] for group in minibatch):
                     now = [
                         logprobs_of(model, numbers[place].prompt_ids, numbers[place].token_ids)
                         for place in places
@@ -248,12 +248,12 @@ def plain_loop(
                         [first[place] for place in places],
                     )
                     sums = [
-                        torch.stack([row[mine[place]].sum() for place, row in zip(places, rows)])
+                        torch.stack([row[masks[place]].sum() for place, row in zip(places, rows)])
                         for rows in scores
                     ]
                     loss = loss + of_responses(
                         ratio, [batch.samples[place].reward for place in places], *sums
-                    ) / len(chosen)
+                    ) / len(minibatch)
             adam.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item()
@@ -263,9 +263,11 @@ def plain_loop(
             for group in adam.param_groups:
                 group["lr"] = rate
             adam.step()
-            told.append((loss.item(), norm, rate))
-        found.append((told, {name: value.clone() for name, value in model.state_dict().items()}))
-    return found
+            optimizer_steps.append((loss.item(), norm, rate))
+        batch_results.append(
+            (optimizer_steps, {name: value.clone() for name, value in model.state_dict().items()})
+        )
+    return batch_results
 
 
 @pytest.fixture(scope="module")
@@ -304,8 +306,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         scenario(
             "several_steps", f"{ratio}.{layout}{suffix}", layout, [*several, *ALGORITHMS[ratio]]
         )
-        for suffix, made in (("", CASES), (".resumed", RESUMED))
-        for ratio, layout in made
+        for suffix, cases_of_suffix in (("", CASES), (".resumed", RESUMED))
+        for ratio, layout in cases_of_suffix
     ]
     alone = [
         scenario("one_optimizer_step", f"one.{layout}", layout, [*common, *ALGORITHMS["decoupled"]])
@@ -334,10 +336,10 @@ def test_batches_of_several_steps_equal_a_plain_loop(
     for step, (expected, weights) in enumerate(plain_loop(runs / "hf", batches, ratio)):
         assert max(norm for _, norm, _ in expected) > ADAM["clip_grad"]
         for rank in ranks:
-            each, metrics = rank["told"][step]
-            for found, want in zip(each, expected, strict=True):
+            optimizer_steps, metrics = rank["told"][step]
+            for actual, want in zip(optimizer_steps, expected, strict=True):
                 # terms of about 1 may cancel
-                assert found == pytest.approx(want, rel=rel, abs=rel / 100)
+                assert actual == pytest.approx(want, rel=rel, abs=rel / 100)
             assert metrics["optimizer_steps"] == 4 and metrics["optimizer_steps/empty"] == (
                 EPOCHS if step == 1 and ratio not in (*PENALISED, "entropy") else 0
             )
@@ -368,21 +370,24 @@ def test_batches_of_several_steps_equal_a_plain_loop(
 @pytest.mark.parametrize(("ratio", "layout"), RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, ratio: str, layout: str) -> None:
     """Bit for bit."""
-    for whole, resumed in zip(
+    for uninterrupted, resumed in zip(
         saved(runs, f"{ratio}.{layout}"), saved(runs, f"{ratio}.{layout}.resumed"), strict=True
     ):
-        assert resumed["told"] == whole["told"][2:] and resumed["held"] == whole["held"][2:]
+        assert (
+            resumed["told"] == uninterrupted["told"][2:]
+            and resumed["held"] == uninterrupted["held"][2:]
+        )
     files = [runs / f"{ratio}.{layout}{suffix}.2.hf" for suffix in ("", ".resumed")]
-    one, other = (
+    uninterrupted_tensors, resumed_tensors = (
         {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in files
     )
-    assert one and one == other
+    assert uninterrupted_tensors and uninterrupted_tensors == resumed_tensors
 
 
 def test_ranks_held_no_more_than_they_trained_on(runs: Path) -> None:
     first, second = saved(runs, "behavior.dp2")
-    for ours, theirs in zip(first["held"], second["held"], strict=True):
-        assert ours and theirs and ours != theirs
+    for first_held, second_held in zip(first["held"], second["held"], strict=True):
+        assert first_held and second_held and first_held != second_held
     assert set(first["held"][0]) | set(second["held"][0]) == set(range(3 * GROUPS))
     assert set(first["held"][1]) | set(second["held"][1]) == {0, 1, 2}, (
         "only one group has unequal rewards"
@@ -390,9 +395,7 @@ def test_ranks_held_no_more_than_they_trained_on(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(
-    runs: Path, layout: str
-) -> None:
+def test_one_optimizer_step_needs_no_proximal_scores(runs: Path, layout: str) -> None:
     for rank in saved(runs, f"one.{layout}"):
         scored = rank["scored"]
         left_out = rank["left_out"]
@@ -405,7 +408,7 @@ def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(
             )
 
 
-def test_a_step_that_was_not_made_of_its_samples_tokens_is_refused() -> None:
+def test_step_of_other_tokens_than_its_samples_is_refused() -> None:
     """Every optimizer step of these tests checks that the count itself is right."""
     from megarl.trainer.step import StepResult
 

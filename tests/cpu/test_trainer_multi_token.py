@@ -39,26 +39,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
 
-    def of_case(model: str, layout: str, run: str = "multi_token", **own: Any) -> dict[str, Any]:
+    def of_case(model: str, layout: str, run: str = "multi_token", **fields: Any) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
-        name = own.pop("name", f"{model}.{layout}")
+        name = fields.pop("name", f"{model}.{layout}")
         return {
             "run": run,
             "name": name,
             "model": str(models[model]),
             "topology": topology,
             "trainer": settings,
-            **own,
+            **fields,
         }
 
     def checkpoint(name: str, layout: str, mode: str, load: bool, dtype: str) -> dict[str, Any]:
-        own = {
+        saved_fields = {
             "mode": mode,
             "load": load,
             "dtype": dtype,
             "checkpoint": str(out / f"checkpoint.{mode}"),
         }
-        return of_case("glm4_moe", layout, "multi_token_checkpoint", name=f"{name}.{mode}", **own)
+        return of_case(
+            "glm4_moe", layout, "multi_token_checkpoint", name=f"{name}.{mode}", **saved_fields
+        )
 
     modes = (("keep", "bfloat16"), ("train", "float32"))
     saves = [checkpoint("save", "ep2", mode, False, dtype) for mode, dtype in modes]
@@ -79,11 +81,11 @@ def test_loss_and_gradients_equal_the_equations(
     for rank in ranks:
         assert rank["train"]["step"]["mtp_loss"] == pytest.approx(expected["loss"], rel=2e-6)
     topology = TrainerTopology(**LAYOUTS[layout][1])
-    found = hf_gradients(
+    gradients = hf_gradients(
         models[model], topology, [rank["train"]["step"]["grads"] for rank in ranks], spec
     )
-    assert_same_gradients({name: found[name] for name in expected["grads"]}, expected["grads"])
-    policy = {tensor for tensor in found if tensor not in expected["grads"]}
+    assert_same_gradients({name: gradients[name] for name in expected["grads"]}, expected["grads"])
+    policy = {tensor for tensor in gradients if tensor not in expected["grads"]}
     assert (
         policy
         == hf_gradients(
@@ -105,7 +107,7 @@ def test_the_policy_is_the_same_without_it(runs: Path, model: str, layout: str) 
         shared = any(grad.isnan().any() for grad in without["step"]["grads"].values())
         for mode in ("keep", "train"):
             assert all(
-                same(rank[mode]["step"]["grads"][name], grad)
+                equal_where_filled(rank[mode]["step"]["grads"][name], grad)
                 for name, grad in without["step"]["grads"].items()
             )
             close = {"rtol": 1e-5, "atol": 1e-6} if shared else {"rtol": 0, "atol": 0}
@@ -115,20 +117,23 @@ def test_the_policy_is_the_same_without_it(runs: Path, model: str, layout: str) 
                 **close,
             )
             torch.testing.assert_close(
-                *([*chain(*each["logprobs"])] for each in (rank[mode], without)), **close
+                *([*chain(*result["logprobs"])] for result in (rank[mode], without)), **close
             )
             torch.testing.assert_close(
-                *([step["grad_norm"] for step in each["steps"]] for each in (rank[mode], without)),
+                *(
+                    [step["grad_norm"] for step in result["steps"]]
+                    for result in (rank[mode], without)
+                ),
                 **close,
             )
         losses = [step["mtp_loss"] for step in rank["train"]["steps"]]
         assert losses == sorted(losses, reverse=True) and losses[2] < losses[0]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal_where_filled(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compares the tensors that this rank has in both."""
-    both = ~a.isnan() & ~b.isnan()
-    return torch.equal(a[both], b[both])
+    filled = ~a.isnan() & ~b.isnan()
+    return torch.equal(a[filled], b[filled])
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -136,10 +141,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_exported_as_it_was_loaded(
     models: dict[str, Path], runs: Path, model: str, layout: str, mode: str
 ) -> None:
-    given = load_file(models[model] / "model.safetensors")
+    loaded = load_file(models[model] / "model.safetensors")
     written = load_file(runs / f"{model}.{layout}.{mode}.hf" / "model.safetensors")
-    assert written.keys() == given.keys() and all(
-        torch.equal(written[name], values) for name, values in given.items()
+    assert written.keys() == loaded.keys() and all(
+        torch.equal(written[name], values) for name, values in loaded.items()
     )
     config = json.loads((runs / f"{model}.{layout}.{mode}.hf" / "config.json").read_text())
     assert config.get("num_nextn_predict_layers") == (None if model == "qwen3_next" else 1)
@@ -156,7 +161,8 @@ def test_checkpoints_have_it(models: dict[str, Path], runs: Path, mode: str) -> 
     assert first.keys() == then.keys() == load_file(models["glm4_moe"] / "model.safetensors").keys()
     assert all(torch.equal(first[name], then[name]) for name in first)
     if mode == "train":
-        (a, *_), (b, *_) = saved(runs, "save.train"), saved(runs, "load.train")
+        a, *_ = saved(runs, "save.train")
+        b, *_ = saved(runs, "load.train")
         assert a["third"] == pytest.approx(b["third"], rel=1e-5)
 
 
@@ -170,6 +176,8 @@ def test_transformers_passes_over_it(models: dict[str, Path], runs: Path, model:
     from transformers import AutoModelForCausalLM
 
     folder = runs / f"{model}.{TESTED[model].split()[0]}.train.hf"
-    _, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not told["missing_keys"] and not told["mismatched_keys"]
-    assert all(name.startswith(f"model.layers.{LAYERS}.") for name in told["unexpected_keys"])
+    _, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading_info["missing_keys"] and not loading_info["mismatched_keys"]
+    assert all(
+        name.startswith(f"model.layers.{LAYERS}.") for name in loading_info["unexpected_keys"]
+    )

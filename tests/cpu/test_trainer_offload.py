@@ -31,16 +31,16 @@ def test_offloaded_optimizer_makes_the_same_steps(tmp_path: Path) -> None:
         tmp_path,
         [{**common, "name": f"offload.{offload}", "offload": offload} for offload in (False, True)],
     )
-    for here, offloaded in zip(
+    for on_device, offloaded in zip(
         saved(tmp_path, "offload.False"), saved(tmp_path, "offload.True"), strict=True
     ):
-        assert offloaded["optimizers"] == {"HybridDeviceOptimizer"} != here["optimizers"]
-        assert offloaded["norms"] == pytest.approx(here["norms"], rel=1e-6)
+        assert offloaded["optimizers"] == {"HybridDeviceOptimizer"} != on_device["optimizers"]
+        assert offloaded["norms"] == pytest.approx(on_device["norms"], rel=1e-6)
         assert (
             offloaded["loaded"] == [offloaded["norms"][-1]]
             and offloaded["again"] == offloaded["ended"]
         )
-        for name, values in here["ended"].items():
+        for name, values in on_device["ended"].items():
             np.testing.assert_allclose(
                 offloaded["ended"][name], values, rtol=1e-5, atol=1e-7, err_msg=name
             )

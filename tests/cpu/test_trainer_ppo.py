@@ -57,9 +57,9 @@ RESUMED = [("shaped", "dp2"), ("shaped", "pp2")]
 
 
 def load_critic(folder: Path) -> PreTrainedModel:
-    how = {"attn_implementation": "eager", "num_labels": 1}
+    settings = {"attn_implementation": "eager", "num_labels": 1}
     model = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, **how
+        folder, dtype=torch.float32, **settings
     ).double()
     if not folder.name.startswith("scores"):
         torch.nn.init.zeros_(model.score.weight)
@@ -122,30 +122,32 @@ def plain_loop(
     critic = load_critic(critic_folder)
     of_policy = adam(policy, ADAM)
     of_critic = adam(critic, OF_CRITIC)
-    found = []
+    batch_results = []
     position = 0
     critic_position = 0
     for batch in batches:
         numbers = batch.numbers
         advantages = {}
         returns = {}
-        mine = {
+        masks = {
             p: torch.tensor(
                 s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)
             )
             for p, s in numbers.items()
         }
         with torch.no_grad():
-            old = {p: values_of(critic, s)[mine[p]] for p, s in numbers.items()}
+            old = {p: values_of(critic, s)[masks[p]] for p, s in numbers.items()}
             prox = {
-                p: logprobs_of(policy, s.prompt_ids, s.token_ids)[mine[p]]
+                p: logprobs_of(policy, s.prompt_ids, s.token_ids)[masks[p]]
                 for p, s in numbers.items()
             }
             first = {
-                p: logprobs_of(start, s.prompt_ids, s.token_ids)[mine[p]]
+                p: logprobs_of(start, s.prompt_ids, s.token_ids)[masks[p]]
                 for p, s in numbers.items()
             }
-        mu = {p: torch.tensor(s.logprobs, dtype=torch.float64)[mine[p]] for p, s in numbers.items()}
+        mu = {
+            p: torch.tensor(s.logprobs, dtype=torch.float64)[masks[p]] for p, s in numbers.items()
+        }
         for p, sample in enumerate(batch.samples):
             length = len(old[p])
             reward = torch.zeros(length, dtype=torch.float64)
@@ -163,29 +165,29 @@ def plain_loop(
                 ]
             )
             returns[p] = advantages[p] + old[p]
-        every, wanted, were = (
+        every, targets, were = (
             torch.cat([rows[p] for p in numbers]) for rows in (advantages, returns, old)
         )
-        explained = 1 - (wanted - were).var(correction=0) / wanted.var(correction=0)
+        explained = 1 - (targets - were).var(correction=0) / targets.var(correction=0)
         if whiten:
             advantages = {
                 p: (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()
                 for p, a in advantages.items()
             }
-        told: dict[str, Any] = {
+        step_record: dict[str, Any] = {
             "norms": [],
             "value/loss": [],
             "value/explained_variance": explained.item(),
-            "returns": wanted.mean().item(),
+            "returns": targets.mean().item(),
         }
-        for chosen in cut_into_minibatches(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
-            places = [3 * group + i for group in chosen for i in range(3)]
+        for minibatch in cut_into_minibatches(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
+            places = [3 * group + i for group in minibatch for i in range(3)]
             tokens = sum(len(old[p]) for p in places)
             if batch.step >= warm_up:
                 loss = torch.zeros((), dtype=torch.float64)
                 for p in places:
                     r = (
-                        logprobs_of(policy, numbers[p].prompt_ids, numbers[p].token_ids)[mine[p]]
+                        logprobs_of(policy, numbers[p].prompt_ids, numbers[p].token_ids)[masks[p]]
                         - (prox if name == "shaped" else mu)[p]
                     ).exp()
                     loss = (
@@ -194,12 +196,12 @@ def plain_loop(
                         / tokens
                     )
                 position += 1
-                told["norms"].append(
+                step_record["norms"].append(
                     (make_step(policy, of_policy, ADAM, loss, position), rate(ADAM, position))
                 )
             loss = torch.zeros((), dtype=torch.float64)
             for p in places:
-                v = values_of(critic, numbers[p])[mine[p]]
+                v = values_of(critic, numbers[p])[masks[p]]
                 near = v if clip is None else old[p] + (v - old[p]).clamp(-clip, clip)
                 loss = (
                     loss
@@ -209,13 +211,13 @@ def plain_loop(
                 )
             critic_position += 1
             make_step(critic, of_critic, OF_CRITIC, loss, critic_position)
-            told["value/loss"].append(loss.item())
+            step_record["value/loss"].append(loss.item())
         weights = {
-            which: {k: v.clone() for k, v in m.state_dict().items()}
-            for which, m in (("policy", policy), ("critic", critic))
+            role: {k: v.clone() for k, v in m.state_dict().items()}
+            for role, m in (("policy", policy), ("critic", critic))
         }
-        found.append(told | {"weights": weights})
-    return found
+        batch_results.append(step_record | {"weights": weights})
+    return batch_results
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +277,14 @@ def test_policy_and_critic_equal_a_plain_loop(runs: Path, name: str, layout: str
     clipped = 0.0
     for step, want in enumerate(expected(runs, name)):
         for rank in ranks:
-            each, values, metrics = rank["told"][step]
-            assert len(each) == len(want["norms"]) == (0 if name == "shaped" and step == 0 else 4)
-            for found, norms in zip(each, want["norms"], strict=True):
-                assert found == pytest.approx(norms, rel=1e-4, abs=1e-6)
+            optimizer_steps, values, metrics = rank["told"][step]
+            assert (
+                len(optimizer_steps)
+                == len(want["norms"])
+                == (0 if name == "shaped" and step == 0 else 4)
+            )
+            for actual, norms in zip(optimizer_steps, want["norms"], strict=True):
+                assert actual == pytest.approx(norms, rel=1e-4, abs=1e-6)
             assert values["value/loss"] == pytest.approx(np.mean(want["value/loss"]), rel=1e-4)
             assert values["value/explained_variance"] == pytest.approx(
                 want["value/explained_variance"], abs=1e-4
@@ -287,17 +293,17 @@ def test_policy_and_critic_equal_a_plain_loop(runs: Path, name: str, layout: str
             assert metrics["optimizer_steps"] == len(want["norms"])
             clipped += values["value/clipped_fraction"]
         kinds = {"policy": AutoModelForCausalLM, "critic": AutoModelForSequenceClassification}
-        for which, kind in kinds.items():
+        for role, kind in kinds.items():
             got = kind.from_pretrained(
-                runs / f"{name}.{layout}.{step}.{which}", dtype=torch.float32
+                runs / f"{name}.{layout}.{step}.{role}", dtype=torch.float32
             ).state_dict()
-            for key, tensor in want["weights"][which].items():
+            for key, tensor in want["weights"][role].items():
                 torch.testing.assert_close(
                     got[key].double(),
                     tensor,
                     rtol=0,
                     atol=2e-5,
-                    msg=lambda m, key=key: f"{step} {which} {key}: {m}",
+                    msg=lambda m, key=key: f"{step} {role} {key}: {m}",
                 )
     assert (clipped > 0) == (name == "shaped")
 
@@ -305,19 +311,19 @@ def test_policy_and_critic_equal_a_plain_loop(runs: Path, name: str, layout: str
 @pytest.mark.parametrize(("name", "layout"), RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, name: str, layout: str) -> None:
     """Bit for bit, for both models."""
-    for whole, resumed in zip(
+    for uninterrupted, resumed in zip(
         saved(runs, f"{name}.{layout}"), saved(runs, f"{name}.{layout}.resumed"), strict=True
     ):
-        assert resumed["told"] == whole["told"][2:]
-    for which in ("policy", "critic"):
-        one, other = (
+        assert resumed["told"] == uninterrupted["told"][2:]
+    for role in ("policy", "critic"):
+        uninterrupted_tensors, resumed_tensors = (
             {
                 path.name: path.read_bytes()
-                for path in (runs / f"{name}.{layout}{suffix}.2.{which}").glob("*.safetensors")
+                for path in (runs / f"{name}.{layout}{suffix}.2.{role}").glob("*.safetensors")
             }
             for suffix in ("", ".resumed")
         )
-        assert one and one == other
+        assert uninterrupted_tensors and uninterrupted_tensors == resumed_tensors
 
 
 def test_every_byte_of_the_critic_is_accounted_for(runs: Path, tmp_path: Path) -> None:
@@ -332,7 +338,7 @@ def test_every_byte_of_the_critic_is_accounted_for(runs: Path, tmp_path: Path) -
         "rank_00001.bin",
     }
     check_checkpoint_files(checkpoint)
-    for number, (file, said) in enumerate(
+    for number, (file, message) in enumerate(
         [("critic/index.msgpack", "critic/index.msgpack is damaged"),
         ("critic/rank_00001.bin", "in critic/: rank_00001.bin is damaged"),
          ("critic/state.json", "in critic/: state.json is damaged")]
@@ -340,7 +346,9 @@ def test_every_byte_of_the_critic_is_accounted_for(runs: Path, tmp_path: Path) -
         damaged = tmp_path / str(number)
         shutil.copytree(checkpoint, damaged)
         (damaged / file).write_bytes((damaged / file).read_bytes()[:-1])
-        with pytest.raises(CheckpointError, match=f"checkpoint {damaged} cannot be used: .*{said}"):
+        with pytest.raises(
+            CheckpointError, match=f"checkpoint {damaged} cannot be used: .*{message}"
+        ):
             check_checkpoint_files(damaged)
     shutil.copytree(checkpoint, tmp_path / "gone")
     shutil.rmtree(tmp_path / "gone/critic")

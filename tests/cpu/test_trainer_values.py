@@ -50,13 +50,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
 
-    def of_layout(layout: str, run: str, name: str, **more: Any) -> dict[str, Any]:
+    def of_layout(layout: str, run: str, name: str, **fields: Any) -> dict[str, Any]:
         return {
             "run": run,
             "name": name,
             "topology": LAYOUTS[layout][1],
             "trainer": LAYOUTS[layout][2],
-            **more,
+            **fields,
         }
 
     for world in (1, 2, 4):
@@ -64,9 +64,9 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
             model=str(models[model])) for model, layout in CASES
                      if LAYOUTS[layout][0] == world]  # fmt: skip
         if world == 2:
-            both = {"policy": str(models["policy"]), "critic": str(models["tied"])}
+            both_models = {"policy": str(models["policy"]), "critic": str(models["tied"])}
             scenarios += [
-                of_layout(layout, "policy_and_critic", f"twins.{layout}", **both)
+                of_layout(layout, "policy_and_critic", f"twins.{layout}", **both_models)
                 for layout in TWINS
             ]
         if world < 4:
@@ -85,17 +85,17 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 @cache
 def reference(folder: Path) -> dict[str, Any]:
     """Values, and loss and gradients by autograd of the written-out sum, one sequence at a time."""
-    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, **how
+        folder, dtype=torch.float32, **settings
     ).double()
     values = []
     loss = torch.zeros((), dtype=torch.float64)
     batch = sequences(model.config.vocab_size)
-    for sequence, wanted in zip(batch, targets_of(batch)):
+    for sequence, targets in zip(batch, targets_of(batch)):
         outputs = model.score(model.model(tokens_of(sequence)).last_hidden_state)[0, :-1, 0]
         mask = torch.tensor(sequence.loss_mask[1:])
-        target = torch.from_numpy(wanted[1:]).double()
+        target = torch.from_numpy(targets[1:]).double()
         loss = (
             loss + ((outputs - target).square() * (1 + target.square()))[mask].sum() / DENOMINATOR
         )
@@ -116,27 +116,28 @@ def test_values_and_gradients_equal_hf(
     for rank in ranks:
         for row, want in zip(rank["values"], expected["values"], strict=True):
             np.testing.assert_allclose(row, want, rtol=0, atol=1e-5)
-        for which in ("all", "microbatches"):
-            assert rank[which]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-            assert rank[which]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-            assert rank[which]["sums"]["values"] == pytest.approx(
+        for batching in ("all", "microbatches"):
+            assert rank[batching]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert rank[batching]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+            assert rank[batching]["sums"]["values"] == pytest.approx(
                 sum(row.sum() for row in expected["values"]), rel=1e-4, abs=1e-4
             )
-            assert math.isnan(rank[which]["entropy"])
+            assert math.isnan(rank[batching]["entropy"])
         assert rank["none"]["loss"] == rank["none"]["grad_norm"] == 0.0
-    for which in ("all", "microbatches"):
-        found = hf_gradients(
+    for batching in ("all", "microbatches"):
+        gradients = hf_gradients(
             models[model],
             TrainerTopology(**LAYOUTS[layout][1]),
-            [rank[which]["grads"] for rank in ranks],
+            [rank[batching]["grads"] for rank in ranks],
         )
-        assert_same_gradients(found, expected["grads"])
+        assert_same_gradients(gradients, expected["grads"])
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_export_is_a_sequence_classification_that_gives_the_same_scores(
+def test_exported_critic_gives_the_same_scores(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
+    """It is a sequence classification model of Transformers."""
     want, got = (AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
                  for path in (models[model], runs / f"{model}.{layout}.hf"))  # fmt: skip
     assert load_spec(runs / f"{model}.{layout}.hf") == load_spec(models[model])
@@ -158,14 +159,14 @@ def test_a_causal_models_checkpoint_gets_a_new_head(
     source = AutoModelForCausalLM.from_pretrained(
         models["policy"], dtype=torch.float32
     ).state_dict()
-    found = [
+    heads = [
         AutoModelForSequenceClassification.from_pretrained(
             runs / f"new.{n}.{head}.hf", dtype=torch.float32
         )
         for n in (1, 2)
     ]
-    assert all(model.config.num_labels == 1 for model in found)
-    one, two = (model.state_dict() for model in found)
+    assert all(model.config.num_labels == 1 for model in heads)
+    one, two = (model.state_dict() for model in heads)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert all(
         torch.equal(one[name], source[name]) for name in source if name in one
@@ -178,7 +179,7 @@ def test_a_causal_models_checkpoint_gets_a_new_head(
 
 
 @pytest.mark.parametrize("layout", TWINS)
-def test_policy_and_critic_in_one_process_do_not_disturb_each_other(
+def test_policy_and_critic_share_a_process_undisturbed(
     models: dict[str, Path], runs: Path, layout: str
 ) -> None:
     """Losses and last outputs equal those of each model alone.
@@ -192,8 +193,8 @@ def test_policy_and_critic_in_one_process_do_not_disturb_each_other(
         for head, (losses, outputs) in rank["together"].items():
             assert len(set(losses)) == 3 and losses == rank["alone"][head][0]
             assert all(
-                np.array_equal(one, other)
-                for one, other in zip(outputs, rank["alone"][head][1], strict=True)
+                np.array_equal(together, alone)
+                for together, alone in zip(outputs, rank["alone"][head][1], strict=True)
             )
         assert rank["state"] == {"step": 3}
         assert rank["resumed"] == pytest.approx(rank["after"], rel=1e-5)

@@ -68,11 +68,11 @@ def test_boxes_arrive_in_place_over_several_updates():
     receiver = Receiver()
     transport = mooncake.MooncakeTransport(0, 20)
     transport.connect([Endpoint.decode(receiver.endpoint.encode())])
-    left = Box((1, 0), (ROWS - 2, LONG))
-    whole = Box((0, 0), (ROWS - 2, LONG))
+    left_box = Box((1, 0), (ROWS - 2, LONG))
+    full_box = Box((0, 0), (ROWS - 2, LONG))
     copies = [
         # rows of the shortest run, half of each row
-        copy("x", whole, "wide", left, "identity", "float32"),
+        copy("x", full_box, "wide", left_box, "identity", "float32"),
         copy("y", Box((0, 0), (7, 30)), "thin", Box((3, 0), (7, 30)), "cast", "bfloat16"),
         # short rows without a landing buffer
         copy(None, None, "thin", Box((10, 0), (2, 20)), "zeros", "bfloat16"),
@@ -88,18 +88,18 @@ def test_boxes_arrive_in_place_over_several_updates():
         thin[3:10] = sources["y"][:7].bfloat16()
         thin[10:12, :20] = 0
         sent = send(transport, copies, sources, shapes_of([receiver.endpoint]), audit=False)
-        assert sent.bytes == sum(each.bytes for each in copies)
+        assert sent.bytes == sum(copy_of_batch.bytes for copy_of_batch in copies)
         assert torch.equal(receiver.wide, wide) and torch.equal(receiver.thin, thin)
         assert torch.equal(receiver.landing.view(40, 10), sources["y"][:, :10].bfloat16())
     transport.close()
 
 
-def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
+def test_dead_engine_is_an_error_with_both_ranks_in_time():
     receiver = Receiver()
     transport = mooncake.MooncakeTransport(3, 2)
     transport.connect([receiver.endpoint])
     receiver.engine = None  # ends it
-    began = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(
         RuntimeError, match="trainer rank 3 could not write to generator rank 0 at 127.0.0.1"
     ):
@@ -109,7 +109,7 @@ def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
                 torch.zeros(1, 2 * LONG),
             )
             transport.fence()
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - start_s < 40
     transport.close()
 
 
@@ -145,7 +145,7 @@ def test_what_the_sending_thread_dies_of_is_told_at_the_fence():
 
 
 @pytest.mark.parametrize(
-    "start, shape, of, runs, through_landing",
+    "start, shape, extent, runs, through_landing",
     [
         ((0, 0), (8, 64), (64, 64), 1, False),  # whole rows
         ((8,), (8,), (64,), 1, False),
@@ -155,22 +155,22 @@ def test_what_the_sending_thread_dies_of_is_told_at_the_fence():
         ((0, 0, 0), (4, 8, 64), (4, 16, 64), 4, True),  # 2 KiB of each expert
     ],
 )
-def test_which_boxes_land(start, shape, of, runs, through_landing):
-    assert lands(Box(start, shape), of, 4) is through_landing
-    remote = RemoteTensor("t", of, "float32", torch.empty(of).stride(), 256)
-    found = [run.nbytes for _, run in destination_runs(torch.zeros(shape), start, remote)]
-    assert len(found) == runs and sum(found) == 4 * torch.Size(shape).numel()
+def test_which_boxes_land(start, shape, extent, runs, through_landing):
+    assert lands(Box(start, shape), extent, 4) is through_landing
+    remote = RemoteTensor("t", extent, "float32", torch.empty(extent).stride(), 256)
+    run_sizes = [run.nbytes for _, run in destination_runs(torch.zeros(shape), start, remote)]
+    assert len(run_sizes) == runs and sum(run_sizes) == 4 * torch.Size(shape).numel()
 
 
 def test_runs_name_every_byte_of_the_box_once():
-    whole = torch.arange(3 * 5 * 8.0).view(3, 5, 8)
-    remote = RemoteTensor("t", (3, 5, 8), "float32", whole.stride(), 0)
+    tensor = torch.arange(3 * 5 * 8.0).view(3, 5, 8)
+    remote = RemoteTensor("t", (3, 5, 8), "float32", tensor.stride(), 0)
     for box in (Box((1, 1, 2), (2, 3, 4)), Box((0, 2, 0), (3, 2, 8)), Box((2, 0, 0), (1, 5, 8))):
-        memory = torch.full_like(whole, -1)
-        for offset, run in destination_runs(whole[box.slices()], box.start, remote):
+        memory = torch.full_like(tensor, -1)
+        for offset, run in destination_runs(tensor[box.slices()], box.start, remote):
             memory.view(-1)[offset // 4 : offset // 4 + run.numel()] = run.reshape(-1)
-        expected = torch.full_like(whole, -1)
-        expected[box.slices()] = whole[box.slices()]
+        expected = torch.full_like(tensor, -1)
+        expected[box.slices()] = tensor[box.slices()]
         assert torch.equal(memory, expected)
 
 
@@ -178,6 +178,6 @@ def test_runs_name_every_byte_of_the_box_once():
 @pytest.mark.parametrize("most", [4, 20, 40, 64, 10_000])
 def test_pieces_are_short_and_in_order(shape, most):
     values = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape, 2)[..., 1]  # not contiguous
-    found = list(pieces(values, most))
-    assert torch.equal(torch.cat([piece.reshape(-1) for piece in found]), values.reshape(-1))
-    assert max(piece.nbytes for piece in found) <= most and all(piece.numel() for piece in found)
+    cut = list(pieces(values, most))
+    assert torch.equal(torch.cat([piece.reshape(-1) for piece in cut]), values.reshape(-1))
+    assert max(piece.nbytes for piece in cut) <= most and all(piece.numel() for piece in cut)

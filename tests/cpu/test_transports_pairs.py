@@ -21,7 +21,7 @@ from pair_processes import (
     TRAINERS,
     EngineWorker,
     PipedEngine,
-    Trainer,
+    TrainerProcess,
     bits,
     plain_map,
     shards,
@@ -46,7 +46,7 @@ def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
     trainers = []
     engines = []
     try:
-        trainers += [RemoteObject(Trainer, rank) for rank in range(TRAINERS)]
+        trainers += [RemoteObject(TrainerProcess, rank) for rank in range(TRAINERS)]
         engines += [RemoteObject(EngineWorker, rank) for rank in range(ENGINES)]
         yield trainers, engines
     finally:
@@ -54,7 +54,7 @@ def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
             process.kill()
 
 
-class Run:
+class PairRun:
     """One set of hosts, and the updates of WeightsReceiver and WeightsSender between them, from the
     first on.
     """
@@ -117,7 +117,7 @@ class Run:
         by_rank, shares = zip(*self.write(seed, session))
         self.do(
             session.audit(
-                [packed_shares(each) for each in shares], self.opened.tensors, self.opened.relays
+                [packed_shares(share) for share in shares], self.opened.tensors, self.opened.relays
             )
         )
         for rank, process in enumerate(self.engines):
@@ -151,8 +151,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def run(*arguments: Any) -> Iterator[Run]:
-    run = Run(*arguments)
+def run(*arguments: Any) -> Iterator[PairRun]:
+    run = PairRun(*arguments)
     try:
         run.open()
         yield run
@@ -175,17 +175,19 @@ def networks() -> list[Any]:
 def test_each_pair_has_its_own_transport(processes, tmp_path, network):
     a = host("a", network)
     b = host("b", network)
-    with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b, b]) as both:
-        assert both.opened.kinds == {SHARED_MEMORY, network} and not both.opened.relays
+    with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b, b]) as two_engines:
+        assert (
+            two_engines.opened.kinds == {SHARED_MEMORY, network} and not two_engines.opened.relays
+        )
         for seed in (1, 2):
-            by_rank = both.update(seed)
+            by_rank = two_engines.update(seed)
         assert all(
             by_rank[trainer][engine] > 0 for trainer in range(TRAINERS) for engine in range(ENGINES)
         )
 
 
 @pytest.mark.parametrize("network", networks())
-def test_engines_of_one_host_pass_on_what_came_over_the_network_once(processes, tmp_path, network):
+def test_engines_of_one_host_share_one_network_transfer(processes, tmp_path, network):
     a = host("a", network)
     b = host("b", network)
     with run(processes, tmp_path, WeightsConfig(), [a, a], [b, b, b]) as far:
@@ -217,7 +219,7 @@ def test_engines_of_any_hosts_pass_on_to_each_other(processes, tmp_path, network
             MOONCAKE,
             SHARED_MEMORY,
         } and far.opened.relay == RelayRule("between_engines", 1)
-        whole = sum(
+        full_bytes = sum(
             write.bytes for rank in range(TRAINERS) for write in plain_map().writes_from(rank)
         )
         for seed in (1, 2):
@@ -225,7 +227,7 @@ def test_engines_of_any_hosts_pass_on_to_each_other(processes, tmp_path, network
             assert (
                 sum(sum(sent.values()) for sent in by_rank)
                 + sum(relay.bytes for relay in far.opened.relays)
-                == whole
+                == full_bytes
             )
         assert (
             {relay.source_rank for relay in far.opened.relays}
@@ -245,7 +247,7 @@ def test_relays_can_be_turned_off(processes, tmp_path):
         assert sum(sum(sent.values()) for sent in far.update(1)) == ENGINES * of_one_engine
 
 
-def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(processes, tmp_path):
+def test_unusable_transport_is_refused_before_anything_opens(processes, tmp_path):
     a = host("a", GLOO)
     b = host("b", GLOO)
     refused = (
@@ -268,12 +270,12 @@ def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
     shares = [
         pack_shares(np.zeros(len(tensors.sent_by(rank)), np.uint64)) for rank in range(TRAINERS)
     ]
-    found = [
+    digests = [
         {name: 0 for rank, name in map(tensors.name, places) if rank == engine}
         for engine in range(ENGINES)
     ]
-    compare([packed(each) for each in found], shares, tensors, forwarding.relays)
-    found[relay.destination_rank]["model.norm.weight"] = 8
+    compare([packed(digest) for digest in digests], shares, tensors, forwarding.relays)
+    digests[relay.destination_rank]["model.norm.weight"] = 8
     wrong = (
         f"model.norm.weight on generator rank {relay.destination_rank} is not what trainer "
         "rank . sent"
@@ -281,4 +283,4 @@ def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
     with pytest.raises(
         AuditError, match=f"failed:\n{wrong}, passed on by generator rank {relay.source_rank}$"
     ):
-        compare([packed(each) for each in found], shares, tensors, forwarding.relays)
+        compare([packed(digest) for digest in digests], shares, tensors, forwarding.relays)

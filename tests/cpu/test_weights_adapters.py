@@ -77,7 +77,9 @@ class Served:
     lora: LoraConfig
     generator: Generator
 
-    def job(self, folder: Path, key_file: Path, layout: str, syncs: list[Sync], **more: Any) -> Job:
+    def job(
+        self, folder: Path, key_file: Path, layout: str, syncs: list[Sync], **fields: Any
+    ) -> Job:
         family, tp, ep, _ = ENGINES[self.name]
         sizes = LAYOUTS[layout]
         sequence_parallel = "moe" in family and sizes.get("tp", 1) > 1  # required with experts
@@ -85,7 +87,7 @@ class Served:
             model=str(self.checkpoint), dtype="float32",
             trainer={**sizes, "sequence_parallel": sequence_parallel}, tp=tp, ep=ep,
             syncs=syncs, key_file=str(key_file), port=free_port(), folder=str(folder),
-            lora=vars(self.lora), **more,
+            lora=vars(self.lora), **fields,
         )  # fmt: skip
 
     def weights(self) -> Parameters:
@@ -119,10 +121,11 @@ class Served:
             of_layers = [
                 expected_on(rank, full, sizes, layer, spec.num_experts) for layer in range(LAYERS)
             ]
-            wanted = {name: values for of_layer in of_layers for name, values in of_layer.items()}
-            assert {name for name in tensors if is_adapter(name)} == wanted.keys()
+            expected = {name: values for of_layer in of_layers for name, values in of_layer.items()}
+            assert {name for name in tensors if is_adapter(name)} == expected.keys()
             assert all(
-                torch.equal(tensors[name], wanted[name].to(tensors[name].dtype)) for name in wanted
+                torch.equal(tensors[name], expected[name].to(tensors[name].dtype))
+                for name in expected
             )
 
     def check(self, folder: Path, version: int) -> None:
@@ -175,7 +178,7 @@ def begin(
 @contextlib.contextmanager
 def channels(
     served: Served, trainers: Trainers, key_file: Path, folder: Path,
-    layout: str, each: int, kinds: tuple[str, ...] = TRANSPORTS[:1], **more: Any,
+    layout: str, engines_of_hub: int, kinds: tuple[str, ...] = TRANSPORTS[:1], **fields: Any,
 ) -> Iterator[list[Channel]]:  # fmt: skip
     """Trainer ranks that send version after version: `each` versions by every transport in turn."""
     with trainers.kept(), contextlib.ExitStack() as stack:
@@ -183,13 +186,13 @@ def channels(
             stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file))))
             for _ in kinds
         ]
-        places = [(kind, hub, at) for at, (kind, hub) in enumerate(zip(kinds, hubs))]
+        places = [(kind, hub, place) for place, (kind, hub) in enumerate(zip(kinds, hubs))]
         syncs = [
-            Sync(each * at + version, kind, hub.address)
-            for kind, hub, at in places
-            for version in range(each)
+            Sync(engines_of_hub * place + version, kind, hub.address)
+            for kind, hub, place in places
+            for version in range(engines_of_hub)
         ]
-        job = served.job(folder, key_file, layout, syncs, **more)
+        job = served.job(folder, key_file, layout, syncs, **fields)
         trainers.begin(job)
         served.generator.set_version(-1)
         yield [_channel(served.generator, job, kind, hub) for kind, hub, _ in places]
@@ -229,10 +232,10 @@ def test_adapters_alone_reach_one_engine(served: Served, begin, tmp_path: Path) 
 def check_ways(ways: list[Channel], served: Served, folder: Path) -> None:
     """By each transport: everything, into noise, then two versions of only adapters."""
     base = None
-    for at, channel in enumerate(ways):
-        served.generator.set_version(EACH * at - 1)
+    for place, channel in enumerate(ways):
+        served.generator.set_version(EACH * place - 1)
         served.generator.scramble()
-        for version in range(EACH * at, EACH * at + EACH):
+        for version in range(EACH * place, EACH * place + EACH):
             channel.take()
             served.check(folder, version)
             base = base or served.weights()
@@ -263,25 +266,25 @@ def test_requests_run_through_an_update(served: Served, begin, tmp_path: Path) -
             [PROMPT], [Sampling(max_tokens=tokens, ignore_eos=True)], generator.version
         )
 
-    async def ask_until(taken: asyncio.Event) -> list[Completion]:
-        found = []
-        while not taken.is_set():
-            found += await ask(LONG)
-        return found
+    async def ask_until(applied: asyncio.Event) -> list[Completion]:
+        completions = []
+        while not applied.is_set():
+            completions += await ask(LONG)
+        return completions
 
     async def take_meanwhile() -> list[Completion]:
-        taken = asyncio.Event()
-        asking = [asyncio.create_task(ask_until(taken)) for _ in range(3)]
+        applied = asyncio.Event()
+        asking = [asyncio.create_task(ask_until(applied)) for _ in range(3)]
         await ask(LONG // 10)  # sampled together with them, so they run by now
         await channel.end.take(generator)
-        taken.set()
-        return [completion for each in asking for completion in await each]
+        applied.set()
+        return [completion for request in asking for completion in await request]
 
     with begin("TP1", 2, exports=[0, 1]) as (channel,):
         channel.take()
         completions = generator.run(take_meanwhile())
     assert channel.granted == ["F", "a"]
-    assert any(set(each.versions) == {0, 1} for each in completions)
+    assert any(set(response.versions) == {0, 1} for response in completions)
     models = [hf_model(tmp_path / f"export{version}", torch.float32) for version in (0, 1)]
     for completion in completions:
         tokens = [*PROMPT, *completion.token_ids]

@@ -49,9 +49,9 @@ class ServedInFp8(Served):
         adapter = folder / f"adapter{version}"
         scale = self.lora.alpha / self.lora.rank
         merged = with_adapters(self.dequantised, adapter, scale, folder / f"merged{version}")
-        found = self.generator.score(SEQUENCES)
-        assert hf_difference(SEQUENCES, found, merged) < hf_rounding(SEQUENCES, merged, "bfloat16")
-        assert version == 0 or hf_difference(SEQUENCES, found, self.dequantised) > hf_rounding(
+        scores = self.generator.score(SEQUENCES)
+        assert hf_difference(SEQUENCES, scores, merged) < hf_rounding(SEQUENCES, merged, "bfloat16")
+        assert version == 0 or hf_difference(SEQUENCES, scores, self.dequantised) > hf_rounding(
             SEQUENCES, merged, "bfloat16"
         )
 
@@ -68,8 +68,10 @@ def test_adapters_beside_weights_in_fp8(
     dequantised = Quantised.load(checkpoint, quantization).save_dequantised(
         checkpoint, tmp_path / "dequantised"
     )
-    how = dict(adapter=empty_on(checkpoint, config, tmp_path), **server_arguments(quantization))
-    with open_generator(tmp_path / "config", "bfloat16", 2, 1, tmp_path, **how) as generator:
+    settings = dict(
+        adapter=empty_on(checkpoint, config, tmp_path), **server_arguments(quantization)
+    )
+    with open_generator(tmp_path / "config", "bfloat16", 2, 1, tmp_path, **settings) as generator:
         generator.map_memory(key_file)
         served = ServedInFp8("llama-TP2", checkpoint, config, generator, dequantised)
         with channels(

@@ -16,7 +16,7 @@ import pytest
 from delta_processes import DeltaTrainer
 from pair_processes import ENGINES, TRAINERS, EngineWorker, map_of
 from remote_object import RemoteObject
-from test_transports_pairs import Run, host
+from test_transports_pairs import PairRun, host
 
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
@@ -31,7 +31,7 @@ LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-expert
 CHECKED_EVERY = 20  # steps; hashes are compared after each
 
 
-class DeltaRun(Run):
+class DeltaRun(PairRun):
     """Makes one update after the other."""
 
     def update(self, version: int, full: bool = False, keeps: bool = False) -> None:
@@ -46,13 +46,15 @@ class DeltaRun(Run):
             self.do(session.spread())
         if self.opened.relays:
             self.do(session.pass_on(self.opened.relays))
-        whole = [
+        full_shares = [
             shares_of([WrittenPart(0, part) for part in (parts if full else [parts])])
             for parts in shares
         ]
         self.do(
             session.audit(
-                [packed_shares(each) for each in whole], self.opened.tensors, self.opened.relays
+                [packed_shares(share) for share in full_shares],
+                self.opened.tensors,
+                self.opened.relays,
             )
         )
 
@@ -71,13 +73,13 @@ ALL_WAYS = [NEAR, FAR, POOR]
 def run(case: str, folder: Any, engines: list[Host] = ALL_WAYS) -> Iterator[DeltaRun]:
     processes: tuple[list[RemoteObject], list[RemoteObject]] = [], []
     with contextlib.ExitStack() as stack:
-        for kind, count, found, arguments in (
+        for kind, count, group, arguments in (
             (DeltaTrainer, TRAINERS, processes[0], (case, LR[case])),
             (EngineWorker, ENGINES, processes[1], (case,))
         ):  # fmt: skip
             for rank in range(count):
-                found.append(RemoteObject(kind, rank, *arguments))
-                stack.callback(found[-1].kill)
+                group.append(RemoteObject(kind, rank, *arguments))
+                stack.callback(group[-1].kill)
         run = DeltaRun(
             processes, folder, WeightsConfig(delta="auto"), [NEAR] * TRAINERS, engines, map_of(case)
         )
@@ -102,18 +104,22 @@ def test_the_engines_hold_what_a_full_update_writes(case, steps, tmp_path):
         for version in range(1, steps + 1):
             for process in far.trainers:
                 process.call("step")
-            found = [process.call("find") for process in far.trainers]
-            changed.append(sum(each[1] for each in found) / sum(each[2] for each in found))
+            counts = [process.call("find") for process in far.trainers]
+            changed.append(sum(count[1] for count in counts) / sum(count[2] for count in counts))
             far.update(version)
             if version % CHECKED_EVERY == 1 or version == steps:
                 by_delta = far.memory()
                 for process in far.engines:
                     process.call("scramble")
                 far.update(version, full=True)
-                for one, other in zip(by_delta, far.memory(), strict=True):
+                for by_changes, full in zip(by_delta, far.memory(), strict=True):
                     assert (
-                        one.keys() == other.keys()
-                        and [name for name in one if not np.array_equal(one[name], other[name])]
+                        by_changes.keys() == full.keys()
+                        and [
+                            name
+                            for name in by_changes
+                            if not np.array_equal(by_changes[name], full[name])
+                        ]
                         == []
                     )
         print(
@@ -135,7 +141,11 @@ def test_engines_pass_on_what_came_as_changes(engines, tmp_path):
         for version in (1, 2):
             for process in far.trainers:
                 process.call("step")
-            found = [process.call("find") for process in far.trainers]
+            counts = [process.call("find") for process in far.trainers]
             far.update(version)
         of_one_engine = sum(values.nbytes for values in far.memory()[0].values())
-        assert sum(each[2] for each in found) == of_one_engine > 20 * sum(each[0] for each in found)
+        assert (
+            sum(count[2] for count in counts)
+            == of_one_engine
+            > 20 * sum(count[0] for count in counts)
+        )

@@ -41,17 +41,17 @@ SHARE = 0.02  # this share of the elements changes between versions (weights_wor
 @pytest.fixture
 def granted(hub, monkeypatch) -> list[str]:
     """What trainer rank 0 may send: "d" changes, "F" everything."""
-    found = []
+    grants = []
     send = hub._send
 
     def note(peer: str, body: bytes) -> None:
         message = decode(body)
         if isinstance(message, WeightsGrant) and peer == "trainer.0" and message.version < 99:
-            found.append("d" if message.delta else "F")
+            grants.append("d" if message.delta else "F")
         send(peer, body)
 
     monkeypatch.setattr(hub, "_send", note)
-    return found
+    return grants
 
 
 @pytest.fixture(autouse=True)
@@ -94,20 +94,20 @@ def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):
     site.generator.map_memory(site.key_file)
     by_delta = site.generator.memory()
     site.generator.scramble()
-    with contextlib.closing(Hub("generator.0", site.key)) as other:
-        last = site.job(other, SHARED_MEMORY, versions=(0, 4), changing=SHARE, delta="off")
-        full = receiver(last.plan(), other, last.key_file)
+    with contextlib.closing(Hub("generator.0", site.key)) as full_hub:
+        last = site.job(full_hub, SHARED_MEMORY, versions=(0, 4), changing=SHARE, delta="off")
+        full = receiver(last.plan(), full_hub, last.key_file)
         go = Event()
         site.generator.set_version(-1)
         go.set()
-        with threads(*(as_thread(rank, last, go) for rank in range(2)), hub=other):
+        with threads(*(as_thread(rank, last, go) for rank in range(2)), hub=full_hub):
             site.generator.take(full)
             site.generator.scramble()
             site.generator.take(full)
     assert unequal(by_delta, site.generator.memory()) == []
 
 
-def test_an_engine_that_comes_back_gets_everything_and_then_changes(site, hub, granted):
+def test_resumed_engine_gets_all_weights_and_then_changes(site, hub, granted):
     generator = site.generator
     client = site.generator.client
     generator.fleet = Fleet([client], elastic=True)

@@ -138,10 +138,8 @@ CHANGES = {  # TP rank 1's tensor, how, at which byte, weights.audit
 }
 
 
-@pytest.mark.parametrize("name, how, at, audit", CHANGES.values(), ids=CHANGES)
-def test_memory_of_a_live_engine_that_something_else_has_written_to(
-    site, hub, name, how, at, audit
-):
+@pytest.mark.parametrize("name, action, offset, audit", CHANGES.values(), ids=CHANGES)
+def test_update_names_memory_that_something_else_wrote(site, hub, name, action, offset, audit):
     """Between two updates, while the engine serves."""
     generator = site.generator
     first = site.job(hub, audit="on")
@@ -149,35 +147,35 @@ def test_memory_of_a_live_engine_that_something_else_has_written_to(
     now.set()
     with threads(*(as_thread(rank, first) for rank in range(2)), hub=hub):
         take(site, first, hub)
-    poke(generator, site.folder, name, 1, how, at)
+    poke(generator, site.folder, name, 1, action, offset)
     with contextlib.closing(Hub("generator.0", site.key)) as again:
         job = site.job(again, versions=(1,), audit=audit)
         ranks = threads(*(as_thread(rank, job, now) for rank in range(2)), hub=again)
         with ranks, unusable_after(site), pytest.raises(AuditError) as failure:
             take(site, job, again)
-    told = (
+    message = (
         f"{name} on generator rank 1 of engine {generator.client.url} has changed since the "
         "audit of version 0"
     )
-    assert str(failure.value).splitlines()[1:] == [told]
+    assert str(failure.value).splitlines()[1:] == [message]
     site.reopen()
-    poke(generator, site.folder, name, 1, how, at)  # flips the bit back; nothing else would
+    poke(generator, site.folder, name, 1, action, offset)  # flips the bit back; nothing else would
 
 
 def test_trainer_and_generator_with_different_maps(site, hub):
     job = site.job(hub)
-    other = site.job(hub, trainer={"pp": 2})
+    pipelined_job = site.job(hub, trainer={"pp": 2})
     with (
         threads(as_thread(0, job), as_thread(1, job), hub=hub),
         pytest.raises(RuntimeError) as failure,
     ):
-        take(site, other, hub)
-    ours, theirs = (
-        weights_map(each.plan(), source_layout(each)).plan_hash for each in (other, job)
+        take(site, pipelined_job, hub)
+    generator_hash, trainer_hash = (
+        weights_map(side.plan(), source_layout(side)).plan_hash for side in (pipelined_job, job)
     )
     assert (
-        f"trainer.0 computed {theirs}, trainer.1 computed {theirs}; generator.0 computed {ours}"
-        in str(failure.value)
+        f"trainer.0 computed {trainer_hash}, trainer.1 computed {trainer_hash}; "
+        f"generator.0 computed {generator_hash}" in str(failure.value)
     )
     assert site.generator.score([PROMPT]) == site.started_with  # the engine is unchanged
 
@@ -222,16 +220,16 @@ def test_an_engine_that_is_not_the_one_of_the_map(site, hub, changes, message, t
 
 def test_a_trainer_rank_whose_weights_are_not_those_of_the_map(site, hub):
     layout = source_layout(site.job(hub))
-    held = {tensor.name: torch.zeros(tensor.shape) for tensor in layout.tensors(1)}
-    check_parameters(held, layout, 1)
+    weights = {tensor.name: torch.zeros(tensor.shape) for tensor in layout.tensors(1)}
+    check_parameters(weights, layout, 1)
     for name, wrong in (
         ("decoder.layers.1.mlp.linear_fc2.weight", torch.zeros(64, 192)),
         ("output_layer.weight", None),
     ):
         changed = (
-            {**held, name: wrong}
+            {**weights, name: wrong}
             if wrong is not None
-            else {key: value for key, value in held.items() if key != name}
+            else {key: value for key, value in weights.items() if key != name}
         )
         with pytest.raises(
             LayoutError,
@@ -291,11 +289,12 @@ def test_a_grant_and_an_end_of_another_version(site, hub):
 def test_an_update_that_is_confirmed_as_a_newer_one(site, hub, monkeypatch):
     """In the generator's message about the version that the engines serve."""
     job = site.job(hub)
-    send, other = hub._send, encode(WeightsApplied(1, True, 0.0, 0))
+    send = hub._send
+    newer = encode(WeightsApplied(1, True, 0.0, 0))
     monkeypatch.setattr(
         hub,
         "_send",
-        lambda peer, body: send(peer, other if isinstance(decode(body), WeightsApplied) else body),
+        lambda peer, body: send(peer, newer if isinstance(decode(body), WeightsApplied) else body),
     )
     outcomes = [as_thread(rank, job) for rank in range(2)]
     take(site, job, hub)
@@ -345,7 +344,7 @@ def test_an_engine_that_no_longer_holds_what_it_was_given(site, hub):
             site.generator.score([PROMPT])
 
 
-def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, monkeypatch):
+def test_engine_with_foreign_writes_ends_and_comes_back(site, hub, monkeypatch):
     """In a run that can continue without a lost engine, the update ends without it.
 
     After its restart it gets the next update before it serves.
@@ -394,9 +393,8 @@ def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, mo
     )
 
 
-def test_an_engine_whose_connection_broke_is_updated_and_serves_again_though_it_never_ended(
-    site, hub
-):
+def test_engine_with_a_broken_connection_serves_again(site, hub):
+    """It is updated although it never ended."""
     generator = site.generator
     client = site.generator.client
     go = Event()

@@ -87,7 +87,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class Fp8Setting:
     """Settings of one engine, and the dtype of its trainer."""
 
     family: str
@@ -117,26 +117,26 @@ class Setting:
 # unchanged: only direct writes reach them.
 NOT_LOADED = {("llama", "fp8_block")}
 SAMPLE = {
-    Setting("llama", "fp8_block", 1): ("TP4", "DP2-zero1"),
-    Setting("qwen3_moe", "fp8_channel", 2, 2, "bfloat16"): ("EP2",),
+    Fp8Setting("llama", "fp8_block", 1): ("TP4", "DP2-zero1"),
+    Fp8Setting("qwen3_moe", "fp8_channel", 2, 2, "bfloat16"): ("EP2",),
 }
 SETTINGS = [
     *SAMPLE,
-    Setting("llama", "fp8_block", 2, dtype="bfloat16"),
-    Setting("qwen2", "fp8_block", 2),
-    Setting("qwen3_moe", "fp8_block", 1),
-    Setting("qwen3_moe", "fp8_block", 2, dtype="bfloat16"),
-    Setting("qwen3_moe", "fp8_block", 2, 2),
-    Setting("llama", "fp8_channel", 2),
-    Setting("llama", "fp8_tensor", 2),
-    Setting("qwen3_moe", "fp8_tensor", 2, 2),
-    Setting("mixtral", "fp8_block", 2),
+    Fp8Setting("llama", "fp8_block", 2, dtype="bfloat16"),
+    Fp8Setting("qwen2", "fp8_block", 2),
+    Fp8Setting("qwen3_moe", "fp8_block", 1),
+    Fp8Setting("qwen3_moe", "fp8_block", 2, dtype="bfloat16"),
+    Fp8Setting("qwen3_moe", "fp8_block", 2, 2),
+    Fp8Setting("llama", "fp8_channel", 2),
+    Fp8Setting("llama", "fp8_tensor", 2),
+    Fp8Setting("qwen3_moe", "fp8_tensor", 2, 2),
+    Fp8Setting("mixtral", "fp8_block", 2),
     # its router is float32 in engines, not rounded to bf16 like others
-    Setting("glm4_moe", "fp8_block", 2, 2, "bfloat16"),
-    Setting("qwen3_next", "fp8_block", 2, 2, "bfloat16"),  # its decays are float32 too
-    Setting("qwen3_5_moe", "fp8_block", 2, 2, "bfloat16"),
-    Setting("deepseek_v3", "fp8_block", 2, 2),
-    Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
+    Fp8Setting("glm4_moe", "fp8_block", 2, 2, "bfloat16"),
+    Fp8Setting("qwen3_next", "fp8_block", 2, 2, "bfloat16"),  # its decays are float32 too
+    Fp8Setting("qwen3_5_moe", "fp8_block", 2, 2, "bfloat16"),
+    Fp8Setting("deepseek_v3", "fp8_block", 2, 2),
+    Fp8Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
 ]
 CASES = [
     pytest.param(
@@ -162,13 +162,13 @@ Result = tuple[Parameters, list[list[float]]]
 
 
 @dataclass
-class Synced:
+class SyncedInFp8:
     checkpoint: Path
     generator: Generator
 
 
 @contextlib.contextmanager
-def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
+def open_synced(setting: Fp8Setting, folder: Path, key_file: Path) -> Iterator[SyncedInFp8]:
     folder = folder / str(setting)
     shape = SHAPE | OF_FAMILY.get(setting.family, {})
     checkpoint = make_checkpoint(
@@ -176,19 +176,19 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
     )
     # The engine gets a folder without weights.
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    how = dict(
+    settings = dict(
         dp_attention=setting.dp_attention,
         **server_arguments(setting.quantization, load_spec(checkpoint).vision_tower),
     )
     with open_generator(
-        folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how
+        folder / "config", "bfloat16", setting.tp, setting.ep, folder, **settings
     ) as generator:
         generator.map_memory(key_file)
-        yield Synced(checkpoint, generator)
+        yield SyncedInFp8(checkpoint, generator)
 
 
 @pytest.fixture(scope="module")
-def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Setting, Synced]]:
+def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Fp8Setting, SyncedInFp8]]:
     """Started after `trainers`, so that all start together."""
     folder = tmp_path_factory.mktemp("engines")
     with contextlib.closing(
@@ -241,7 +241,7 @@ async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
 
 @pytest.mark.parametrize("setting, layout", CASES)
 def test_engine_holds_the_export_as_the_reference_quantises_it(
-    setting: Setting, layout: str, engines, trainers, key_file, tmp_path, record_property
+    setting: Fp8Setting, layout: str, engines, trainers, key_file, tmp_path, record_property
 ):
     kinds = [(0, SHARED_MEMORY), *((1, kind) for kind in TRANSPORTS)]
     record_property("matrix", (str(setting), layout, TRANSPORTS))
@@ -298,7 +298,7 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
 
 
 def compare_with_fresh_engine(
-    setting: Setting, checkpoint: Path, key_file: Path, folder: Path, result: Result
+    setting: Fp8Setting, checkpoint: Path, key_file: Path, folder: Path, result: Result
 ) -> None:
     """Compares with an engine that SGLang's own loader has filled."""
     with open_generator(

@@ -59,7 +59,7 @@ def in_session(
     generator.run(run())
 
 
-def listed(file: Path) -> Iterator[dict[str, Any]]:
+def listed_tensors(file: Path) -> Iterator[dict[str, Any]]:
     return (msgspec.json.decode(line) for line in file.read_bytes().splitlines())
 
 
@@ -70,11 +70,11 @@ def test_planted_tensors_are_refused_by_name_or_named(tmp_path, key_file, capsys
     async def strict(workers: Workers) -> None:
         with pytest.raises(AuditError) as refusal:
             await watch(workers, strict=True)
-        told = [
+        messages = [
             line.partition(" [64, 192] float32 (")[0]
             for line in str(refusal.value).splitlines()[1:-1]
         ]
-        assert sorted(told) == sorted(UNPROVEN + ELSEWHERE)
+        assert sorted(messages) == sorted(UNPROVEN + ELSEWHERE)
 
     async def named(workers: Workers) -> None:
         await watch(workers, strict=False, file=file)
@@ -88,7 +88,7 @@ def test_planted_tensors_are_refused_by_name_or_named(tmp_path, key_file, capsys
         printed := capsys.readouterr().out
     )
     assert all(name in printed for name in UNPROVEN + ELSEWHERE)
-    kinds = {entry["name"]: entry["kind"] for entry in listed(file)}
+    kinds = {entry["name"]: entry["kind"] for entry in listed_tensors(file)}
     assert {name for name, kind in kinds.items() if kind == "unproven"} == set(UNPROVEN)
     assert {name for name, kind in kinds.items() if "outside" in kind} == set(ELSEWHERE)
     assert kinds[f"{DOWN}.derived"] == "derived" and kinds[f"{DOWN}.weight"] == "written"
@@ -110,19 +110,19 @@ def test_an_engine_without_them_has_nothing_unproven(family, quantization, tmp_p
         checkpoint, "bfloat16", 1, 1, tmp_path / "engine", **server_arguments(quantization)
     ) as generator:
         in_session(generator, key_file, strict)
-    found = list(listed(file))
-    kinds = {entry["name"]: entry["kind"] for entry in found}
+    tensors = list(listed_tensors(file))
+    kinds = {entry["name"]: entry["kind"] for entry in tensors}
     assert {"written", "constant"} <= set(kinds.values()) and not any(
         "unproven" in kind for kind in kinds.values()
     )
     if family == "deepseek_v3":
         assert all(
-            kinds[f"model.layers.{i}.self_attn.{made}"] == "derived"
+            kinds[f"model.layers.{i}.self_attn.{derived}"] == "derived"
             for i in (0, 1)
-            for made in ("w_kc", "w_vc")
+            for derived in ("w_kc", "w_vc")
         )
     assert all(
         entry["ranks"] == [0] and entry["bytes"] > 0
-        for entry in found
+        for entry in tensors
         if entry["kind"] != "working"
     )

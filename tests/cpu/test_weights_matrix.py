@@ -120,10 +120,10 @@ class Setting:
     def trainer(self, layout: str) -> dict[str, Any]:
         """The trainer's sizes. Experts with tensor parallelism need sequence parallelism."""
         sizes = LAYOUTS[layout]
-        own = {"mtp": "train"} if self.drafts else {}
+        overrides = {"mtp": "train"} if self.drafts else {}
         return {
             **sizes,
-            **own,
+            **overrides,
             "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1,
         }
 
@@ -186,25 +186,41 @@ class Synced:
     last: tuple[Path, Parameters, list[list[float]]] | None = None
 
 
+def engine_of(
+    setting: Setting, checkpoint: Path, folder: Path
+) -> contextlib.AbstractContextManager[Generator]:
+    return open_generator(
+        checkpoint,
+        setting.dtype,
+        tp=setting.tp,
+        ep=setting.ep,
+        folder=folder,
+        dp_attention=setting.dp_attention,
+        **setting.arguments,
+    )
+
+
 @contextlib.contextmanager
 def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
     folder = folder / str(setting)
     dtype = getattr(torch, setting.dtype)
-    own = 1, dtype, FAMILIES[setting.family], setting.family
+    model = {
+        "seed": 1,
+        "dtype": dtype,
+        "tied": FAMILIES[setting.family],
+        "family": setting.family,
+    }
     if setting.drafts:
         kinds = (
             {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]}
             if setting.family == "qwen3_next"
             else {}
         )
-        make_checkpoint(folder / "whole", *own, num_hidden_layers=5, **kinds)
+        make_checkpoint(folder / "whole", **model, num_hidden_layers=5, **kinds)
         checkpoint = take_last_layer(setting.family, folder)
     else:
-        checkpoint = make_checkpoint(folder / "model", *own, num_hidden_layers=4)
-    sizes = setting.dtype, setting.tp, setting.ep, folder
-    with open_generator(
-        checkpoint, *sizes, dp_attention=setting.dp_attention, **setting.arguments
-    ) as generator:
+        checkpoint = make_checkpoint(folder / "model", **model, num_hidden_layers=4)
+    with engine_of(setting, checkpoint, folder) as generator:
         logprobs = generator.score(SEQUENCES)
         generator.map_memory(key_file)
         yield Synced(setting, checkpoint, generator, generator.memory(), logprobs)
@@ -235,7 +251,7 @@ def test_engine_is_as_if_it_had_loaded_the_export(
 def updated(
     synced: Synced, layout: str, trainers: Trainers, key_file: Path, folder: Path
 ) -> tuple[Job, list[Result]]:
-    """Version 0 by one transport; then an optimizer step; then version 1 by each transport in turn."""
+    """Version 0 by one transport, an optimizer step, then version 1 by each transport in turn."""
     turn = synced.setting.layouts.index(layout)
     kinds = [(0, TRANSPORTS[turn % len(TRANSPORTS)]), *((1, kind) for kind in TRANSPORTS)]
     with contextlib.ExitStack() as stack:
@@ -272,7 +288,8 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
 
 
 def compare(synced: Synced, job: Job, results: list[Result]) -> None:
-    generator, (initial, *after) = synced.generator, results
+    generator = synced.generator
+    initial, *after = results
     generator.scramble()
     noise = generator.memory()
     generator.load(job.export)
@@ -282,9 +299,9 @@ def compare(synced: Synced, job: Job, results: list[Result]) -> None:
     # only another rank has this bias (gpt-oss)
     zeros = [(rank, name) for rank, name in names(loaded) if not loaded[rank][name].any()]
     trained = [
-        each
-        for each in names(loaded)
-        if not each[1].endswith("e_score_correction_bias") and each not in zeros
+        loaded_name
+        for loaded_name in names(loaded)
+        if not loaded_name[1].endswith("e_score_correction_bias") and loaded_name not in zeros
     ]
     assert unequal(loaded, synced.started_with) == trained  # the step changed every parameter
 
@@ -305,11 +322,9 @@ def compare(synced: Synced, job: Job, results: list[Result]) -> None:
 def compare_with_fresh(synced: Synced, key_file: Path, folder: Path) -> None:
     """Compares with an engine that starts from the previous layout's export."""
     assert synced.last is not None, "no case before this one has passed"
-    setting, (export, parameters, logprobs) = synced.setting, synced.last
-    sizes = setting.dtype, setting.tp, setting.ep, folder
-    with open_generator(
-        export, *sizes, dp_attention=setting.dp_attention, **setting.arguments
-    ) as fresh:
+    setting = synced.setting
+    export, parameters, logprobs = synced.last
+    with engine_of(setting, export, folder) as fresh:
         assert fresh.score(SEQUENCES) == logprobs
         fresh.map_memory(key_file)
         assert unequal(fresh.memory(), parameters) == []

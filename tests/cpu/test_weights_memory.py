@@ -40,7 +40,7 @@ CHANGES = {  # tensor, weights.audit
 
 
 @dataclass
-class Site:
+class MemorySite:
     folder: Path
     checkpoint: Path
     generator: Generator
@@ -92,7 +92,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Iterator[Site]:
+def site(tmp_path_factory) -> Iterator[MemorySite]:
     folder = tmp_path_factory.mktemp("memory")
     RunKey.generate().save(folder / "key")
     checkpoint = make_checkpoint(
@@ -102,10 +102,10 @@ def site(tmp_path_factory) -> Iterator[Site]:
     with open_generator(
         folder / "config", "bfloat16", 1, 1, folder, **server_arguments(QUANTIZATION)
     ) as generator:
-        yield Site(folder, checkpoint, generator, folder / "key")
+        yield MemorySite(folder, checkpoint, generator, folder / "key")
 
 
-def test_a_change_after_the_last_update_is_told_before_the_run_ends(site):
+def test_change_after_the_last_update_is_reported(site):
     """No later update would detect it.
 
     First comes an end without a change, after which the engine serves.
@@ -123,11 +123,11 @@ def test_a_change_after_the_last_update_is_told_before_the_run_ends(site):
             site.update(
                 version, "strict", after=lambda name=name: poke(generator, site.folder, name)
             )
-        told = (
+        message = (
             f"{name} on generator rank 0 of engine {generator.client.url} has changed since "
             f"the audit of version {version}"
         )
-        assert str(failure.value).splitlines()[1:] == [told]
+        assert str(failure.value).splitlines()[1:] == [message]
         generator.run(site.reopen())  # this repeats the post-load work
         if again:
             poke(generator, site.folder, name)
@@ -141,10 +141,10 @@ def test_a_change_is_told(site, name, audit):
     poke(generator, site.folder, name)
     with pytest.raises(AuditError) as failure:
         site.update(version + 1, audit)
-    told = (
+    message = (
         f"{name} on generator rank 0 of engine {generator.client.url} has changed since the "
         f"audit of version {version}"
     )
-    assert str(failure.value).splitlines()[1:] == [told]
+    assert str(failure.value).splitlines()[1:] == [message]
     generator.run(site.reopen())
     poke(generator, site.folder, name)  # restores it

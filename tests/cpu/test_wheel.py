@@ -53,13 +53,13 @@ def megarl(site: Path, folder: Path, *arguments: str) -> str:
     """What the installed program prints in `folder`, which sees no checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-P", "-c", PROGRAM, str(site), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    completed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert completed.returncode == 0, f"{arguments}\n{completed.stdout}\n{completed.stderr}"
+    return completed.stdout
 
 
 def test_a_wheel_has_all_files_of_the_package(installed: Path) -> None:
-    there = {
+    packed_files = {
         path.relative_to(installed / "megarl")
         for path in (installed / "megarl").rglob("*")
         if path.is_file()
@@ -73,7 +73,7 @@ def test_a_wheel_has_all_files_of_the_package(installed: Path) -> None:
             path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
         ]
         expected |= {inside / path.relative_to(folder) for path in files}
-    assert len(expected) > 300 and expected - there == set()
+    assert len(expected) > 300 and expected - packed_files == set()
 
 
 def test_the_quickstart_is_planned_from_a_wheel(installed: Path, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_the_quickstart_is_planned_from_a_wheel(installed: Path, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_first_run_and_the_quickstart_pass_dry_runs_from_a_wheel(
+def test_first_run_and_quickstart_pass_dry_runs_from_a_wheel(
     installed: Path, tmp_path: Path
 ) -> None:
     megarl(installed, tmp_path, "init", "first")

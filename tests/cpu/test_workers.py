@@ -27,7 +27,7 @@ def test_functions_run_elsewhere_and_fail_with_a_reason(tmp_path: Path) -> None:
                 tools.run(whose, "\u00e9"), tools.run(calculate, "6*7")
             )
             assert (name, result) == ("\u00e9", "42") and pid != os.getpid()
-            for how, reason in {
+            for mode, reason in {
                 "value": "no such thing: \n\u00e9", "mistake": "it failed: KeyError",
                 "odd": "it failed: TypeError",
                 "memory": "it ran out of memory", "exit": "it brought its process down (exit "
@@ -35,7 +35,7 @@ def test_functions_run_elsewhere_and_fail_with_a_reason(tmp_path: Path) -> None:
                 "2000000": "more than 1048576 bytes of result",
             }.items():  # fmt: skip
                 with pytest.raises(ToolError) as error:
-                    await tools.run(fail, how)
+                    await tools.run(fail, mode)
                 assert str(error.value) == reason
             assert len(await tools.run(fail, "1000000")) == 1_000_000
             # the second and third are written while the first runs

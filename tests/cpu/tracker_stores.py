@@ -21,13 +21,13 @@ def curves_of(folder: Path, name: str = "tensorboard") -> Curves:
 
     TensorBoard keeps float32.
     """
-    kept = np.float32 if name == "tensorboard" else float
-    found: Curves = {}
+    number_type = np.float32 if name == "tensorboard" else float
+    curves: Curves = {}
     for row in read_metrics(folder / METRICS_FILE):
         for key, value in row.items():
             if key != "step" and not isinstance(value, list) and value == value:  # not NaN
-                found.setdefault(key, []).append((row["step"], float(kept(value))))
-    return found
+                curves.setdefault(key, []).append((row["step"], float(number_type(value))))
+    return curves
 
 
 def read_tensorboard(folder: Path, run: str) -> Curves:
@@ -45,7 +45,7 @@ def read_tensorboard(folder: Path, run: str) -> Curves:
 def read_wandb(folder: Path, run: str) -> Curves:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: Curves = {}
+    curves: Curves = {}
     for path in sorted(folder.glob(f"wandb/offline-run-*/run-{run}.wandb")):
         for data in log_records(path):
             record = Record.FromString(data)
@@ -55,11 +55,11 @@ def read_wandb(folder: Path, run: str) -> Curves:
                     for item in record.history.item
                 }
                 add(
-                    found,
+                    curves,
                     record.history.step.num,
                     {key: value for key, value in items.items() if not key.startswith("_")},
                 )
-    return found
+    return curves
 
 
 def read_mlflow(folder: Path, run: str) -> Curves:
@@ -70,39 +70,39 @@ def read_mlflow(folder: Path, run: str) -> Curves:
     keys = {key.replace("_at_", "@"): key for key in client.get_run(run).data.metrics}
     return {
         key: sorted(
-            (metric.step, metric.value) for metric in client.get_metric_history(run, theirs)
+            (metric.step, metric.value) for metric in client.get_metric_history(run, mlflow_key)
         )
-        for key, theirs in keys.items()
+        for key, mlflow_key in keys.items()
     }
 
 
 def read_swanlab(folder: Path, run: str) -> Curves:
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
-    found: Curves = {}
+    curves: Curves = {}
     for path in sorted(folder.glob(f"swanlog/run-*{run}/run-{run}.swanlab")):
         for data in log_records(path):
             record = Record.FromString(data)
             if record.WhichOneof("record_type") == "scalar":
-                add(found, record.scalar.step, {record.scalar.key: record.scalar.value.number})
-    return found
+                add(curves, record.scalar.step, {record.scalar.key: record.scalar.value.number})
+    return curves
 
 
 def read_trackio(folder: Path, run: str) -> Curves:
     import sqlite3
 
     (path,) = folder.glob("trackio/*.db")
-    found: Curves = {}
+    curves: Curves = {}
     for step, values in sqlite3.connect(path).execute(
         "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (run,)
     ):
-        add(found, step, json.loads(values))
-    return found
+        add(curves, step, json.loads(values))
+    return curves
 
 
-def add(found: Curves, step: int, values: dict[str, float]) -> None:
+def add(curves: Curves, step: int, values: dict[str, float]) -> None:
     for key, value in values.items():
-        found.setdefault(key, []).append((step, float(value)))
+        curves.setdefault(key, []).append((step, float(value)))
 
 
 def log_records(path: Path) -> Iterator[bytes]:
@@ -110,18 +110,19 @@ def log_records(path: Path) -> Iterator[bytes]:
     type (full, first, middle, last).
     """
     data = path.read_bytes()
-    at = 7
-    whole = b""
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
+    position = 7
+    record = b""
+    while position + 7 <= len(data):
+        block_bytes = 32768 - position % 32768
+        if block_bytes < 7:
+            position += block_bytes
             continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):
-            yield whole
-            whole = b""
+            yield record
+            record = b""
 
 
 READERS = {

@@ -289,23 +289,23 @@ CHECKPOINTS = {
 }
 
 
-def cases(layouts_of: dict[str, str], of: list[tuple[str, str]] | None = None) -> list[Any]:
+def cases(layouts_of: dict[str, str], only: list[tuple[str, str]] | None = None) -> list[Any]:
     """(name, layout) as parameters of a test: all, or those in `of`.
 
     Layouts after a bar are marked `long`.
     """
-    made = []
+    params = []
     for name, layouts in layouts_of.items():
         quick, _, long = layouts.partition("|")
         marked = [(layout, []) for layout in quick.split()] + [
             (layout, [pytest.mark.long]) for layout in long.split()
         ]
-        made += [
+        params += [
             pytest.param(name, layout, marks=marks)
             for layout, marks in marked
-            if of is None or (name, layout) in of
+            if only is None or (name, layout) in only
         ]
-    return made
+    return params
 
 
 CASES = cases(TESTED)

@@ -25,7 +25,8 @@ def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
     1e-6 relative, or twice the float32 error of Hugging Face's own model, if that is larger (1.6e-6
     for some batches of DeepSeek-V3).
     """
-    trainer, model = make(scenario, plain_adam(lr=0.0)), load_float64(Path(scenario["model"]))
+    trainer = make(scenario, plain_adam(lr=0.0))
+    model = load_float64(Path(scenario["model"]))
     rounded = load_float64(Path(scenario["model"])).float()
     trainer.load_hf(scenario["model"])
     worst = {"loss": 0.0, "logprobs": 0.0, "gradient": 0.0}
@@ -40,24 +41,24 @@ def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
             for name, p in model.named_parameters()
         }
         expected = checkpoint_tensors(Path(scenario["model"]), named)
-        found = one_step(trainer, batch)
+        step = one_step(trainer, batch)
         squares = torch.zeros(2, dtype=torch.float64)
         for tensor in (t for t in trainer.layout.tensors(dist.get_rank()) if is_trained(t.name)):
             for piece in tensor.pieces:
                 want = expected[piece.logical_name][piece.logical.slices()]
-                grad = found["grads"][tensor.name][piece.local.slices()].double()
-                held = ~grad.isnan()  # otherwise another rank has the sum
+                grad = step["grads"][tensor.name][piece.local.slices()].double()
+                owned = ~grad.isnan()  # otherwise another rank has the sum
                 squares += torch.stack(
-                    [(grad - want)[held].square().sum(), want[held].square().sum()]
+                    [(grad - want)[owned].square().sum(), want[owned].square().sum()]
                 )
         dist.all_reduce(squares)
         scored = all_logprobs(trainer, batch, temperature=TEMPERATURE)
         errors = {
-            "loss": abs(found["loss"] - loss.item()) / max(1.0, abs(loss.item())),
+            "loss": abs(step["loss"] - loss.item()) / max(1.0, abs(loss.item())),
             "logprobs": max(
                 abs(a - b)
-                for ours, theirs in zip(scored, logprobs, strict=True)
-                for a, b in zip(ours, theirs, strict=True)
+                for actual, expected_row in zip(scored, logprobs, strict=True)
+                for a, b in zip(actual, expected_row, strict=True)
             ),
             "gradient": (squares[0] / squares[1].clamp(min=1e-12)).sqrt().item()
             / max(1e-6, 2 * difference(rounded, model)),
@@ -96,10 +97,10 @@ def backward(model: Any, batch: list[TrainSequence]) -> tuple[torch.Tensor, list
 def difference(rounded: Any, model: Any) -> float:
     """The difference of two models' gradients, relative to the second's."""
     squares = [0.0, 0.0]
-    for (_, ours), (_, exact) in zip(
+    for (_, actual), (_, exact) in zip(
         rounded.named_parameters(), model.named_parameters(), strict=True
     ):
-        if exact.grad is not None and ours.grad is not None:
-            squares[0] += (ours.grad.double() - exact.grad).square().sum().item()
+        if exact.grad is not None and actual.grad is not None:
+            squares[0] += (actual.grad.double() - exact.grad).square().sum().item()
             squares[1] += exact.grad.square().sum().item()
     return (squares[0] / max(squares[1], 1e-12)) ** 0.5

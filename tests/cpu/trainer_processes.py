@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nursery import Run, script
+from nursery import ForkedRun, script
 
 START_S = 200
 SCENARIO_S = 10  # generous, since a busy machine takes four seconds a scenario
@@ -22,7 +22,7 @@ def spawn(
 ) -> None:
     plan = out / f"scenarios.{world_size}.json"
     plan.write_text(json.dumps(scenarios))
-    ranks = Run(
+    ranks = ForkedRun(
         **script(
             "trainer_worker",
             str(world_size),
@@ -36,13 +36,13 @@ def spawn(
         text=True,
     )
     try:
-        said, _ = ranks.communicate(timeout=START_S + SCENARIO_S * len(scenarios))
+        output, _ = ranks.communicate(timeout=START_S + SCENARIO_S * len(scenarios))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.wait()
-    assert ranks.returncode == 0, said
-    for rank, status in enumerate(json.loads(said.splitlines()[-1])):
+    assert ranks.returncode == 0, output
+    for rank, status in enumerate(json.loads(output.splitlines()[-1])):
         assert status == expected_status, (out / f"world{world_size}.{rank}.log").read_text()[
             -4000:
         ]

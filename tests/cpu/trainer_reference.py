@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from trainer_rig import DENOMINATOR, TEMPERATURE, drawn_from_sets, forced, sequences
+from trainer_rig import DENOMINATOR, TEMPERATURE, drawn_from_sets, sequences, with_random_experts
 
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import TrainSequence
@@ -133,7 +133,7 @@ def replayed_reference(folder: Path) -> dict[str, Any]:
     """
     model = load_float64(folder)
     routing = RoutingFormat.of(load_spec(folder))
-    batch = forced(sequences(model.config.vocab_size), routing)
+    batch = with_random_experts(sequences(model.config.vocab_size), routing)
     force, replaced = force_experts(model, routing)
     loss, logprobs = hf_loss(model, batch, TEMPERATURE, force)
     loss.backward()
@@ -161,31 +161,36 @@ def force_experts(
     current = {}
     replaced = []
 
-    def choose(layer: int, own: torch.Tensor) -> torch.Tensor:
-        ids = own.clone()
-        known = current["ids"][:, layer]
-        ids[: len(known)] = known
+    def choose(layer: int, router_choice: torch.Tensor) -> torch.Tensor:
+        ids = router_choice.clone()
+        replayed = current["ids"][:, layer]
+        ids[: len(replayed)] = replayed
         replaced.extend(
-            set(a) != set(b) for a, b in zip(known.tolist(), own[: len(known)].tolist())
+            set(a) != set(b)
+            for a, b in zip(replayed.tolist(), router_choice[: len(replayed)].tolist())
         )
         return ids
 
     def softmax_gate(
-        layer: int, gate: torch.nn.Module, own: Callable[..., Any], x: torch.Tensor
+        layer: int, gate: torch.nn.Module, original: Callable[..., Any], x: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         logits = F.linear(x.reshape(-1, x.size(-1)), gate.weight, getattr(gate, "bias", None))
-        ids = choose(layer, own(x)[2])
-        chosen = logits.softmax(dim=-1).gather(1, ids)
+        ids = choose(layer, original(x)[2])
+        weights = logits.softmax(dim=-1).gather(1, ids)
         normalized = getattr(config, "norm_topk_prob", True)  # Mixtral always does
-        return logits, chosen / chosen.sum(dim=-1, keepdim=True) if normalized else chosen, ids
+        return logits, weights / weights.sum(dim=-1, keepdim=True) if normalized else weights, ids
 
     def sigmoid_gate(
-        layer: int, own: Callable[..., Any], x: torch.Tensor
+        layer: int, original: Callable[..., Any], x: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        logits, _, ids = own(x)
+        logits, _, ids = original(x)
         ids = choose(layer, ids)
-        chosen = logits.sigmoid().gather(1, ids)
-        return logits, chosen / chosen.sum(dim=-1, keepdim=True) * config.routed_scaling_factor, ids
+        weights = logits.sigmoid().gather(1, ids)
+        return (
+            logits,
+            weights / weights.sum(dim=-1, keepdim=True) * config.routed_scaling_factor,
+            ids,
+        )
 
     gates = [
         getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
@@ -217,27 +222,29 @@ def hf_loss(
     for sequence in batch:
         before(sequence)
         tokens = tokens_of(sequence)
-        chosen = log_softmax(model, sequence, temperature).gather(-1, tokens[0, 1:, None])[:, 0]
+        token_logprobs = log_softmax(model, sequence, temperature).gather(-1, tokens[0, 1:, None])[
+            :, 0
+        ]
         weights = torch.tensor(sequence.advantages, dtype=torch.float64) * torch.tensor(
             sequence.loss_mask
         )
-        loss = loss - (weights[1:] * chosen).sum() / DENOMINATOR
-        logprobs.append([0.0, *chosen.tolist()])
+        loss = loss - (weights[1:] * token_logprobs).sum() / DENOMINATOR
+        logprobs.append([0.0, *token_logprobs.tolist()])
     return loss, logprobs
 
 
 @torch.no_grad()
 def hf_entropy(model: PreTrainedModel, batch: list[TrainSequence], temperature: float) -> float:
     """Mean over the unmasked tokens."""
-    found = []
+    entropies = []
     for sequence in batch:
         scores = log_softmax(model, sequence, temperature)
-        found.append(
+        entropies.append(
             -(scores.exp() * scores).sum(dim=-1)[
                 torch.tensor(sequence.loss_mask[1:], dtype=torch.bool)
             ]
         )
-    return torch.cat(found).mean().item()
+    return torch.cat(entropies).mean().item()
 
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -261,7 +268,7 @@ def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[s
         gate = "w1"
         up = "w3"
         down = "w2"
-    found = {}
+    stored = {}
     for name, tensor in tensors.items():
         layer, experts, kind = name.partition(".mlp.experts.")
         module, _, fused = name.removesuffix("_proj.weight").rpartition(".")
@@ -272,17 +279,17 @@ def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[s
                 if fused == "qkv"
                 else tensor.chunk(2)
             )
-            found |= {
+            stored |= {
                 f"{module}.{part}_proj.weight": values
                 for part, values in zip(FUSED[fused], rows, strict=True)
             }
             continue
         if not experts:
-            found[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = tensor
+            stored[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = tensor
             continue
         for expert, rows in enumerate(tensor):
             if spec.family == "gpt_oss":
-                found[f"{layer}.mlp.experts.{expert}.{kind}"] = (
+                stored[f"{layer}.mlp.experts.{expert}.{kind}"] = (
                     rows.t() if rows.dim() == 2 else rows
                 )
                 continue
@@ -291,12 +298,12 @@ def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[s
                 if kind == "gate_up_proj"
                 else {down: rows}
             )
-            found |= {
+            stored |= {
                 f"{layer}.{block}.experts.{expert}.{part}.weight": values
                 for part, values in parts.items()
             }
-    assert found.keys() == names
-    return found
+    assert stored.keys() == names
+    return stored
 
 
 def is_trained(name: str) -> bool:
@@ -316,30 +323,30 @@ def hf_gradients(
     """
     spec = spec or load_spec(folder)
     trained = [t for t in hf_layout(spec, "float32").tensors(0) if is_trained(t.name)]
-    whole = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in trained}
+    full_gradients = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in trained}
     for rank, grads in enumerate(ranks):
         for tensor in (
             t for t in trainer_layout(spec, topology, "float32").tensors(rank) if is_trained(t.name)
         ):
-            left = grads[tensor.name].clone()
+            unread = grads[tensor.name].clone()
             for piece in tensor.pieces:
-                here = grads[tensor.name][piece.local.slices()].double()
-                target = whole[piece.logical_name][piece.logical.slices()]
-                both = ~here.isnan() & ~target.isnan()
-                torch.testing.assert_close(here[both], target[both], rtol=1e-5, atol=1e-6)
-                target[~here.isnan()] = here[~here.isnan()]
-                left[piece.local.slices()] = 0.0
-            assert (left.isnan() | (left == 0)).all(), f"{tensor.name}: gradient on padding"
-    return whole
+                local = grads[tensor.name][piece.local.slices()].double()
+                target = full_gradients[piece.logical_name][piece.logical.slices()]
+                filled = ~local.isnan() & ~target.isnan()
+                torch.testing.assert_close(local[filled], target[filled], rtol=1e-5, atol=1e-6)
+                target[~local.isnan()] = local[~local.isnan()]
+                unread[piece.local.slices()] = 0.0
+            assert (unread.isnan() | (unread == 0)).all(), f"{tensor.name}: gradient on padding"
+    return full_gradients
 
 
 def assert_same_gradients(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 5e-6
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 5e-6
 ) -> None:
     scale = max(grad.abs().max().item() for grad in expected.values())
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, grad in expected.items():
-        error = (found[name] - grad).abs().max().item()
+        error = (actual[name] - grad).abs().max().item()
         assert error <= tolerance * scale, (
             f"{name}: gradient off by {error:.2e}, largest gradient {scale:.2e}"
         )

@@ -33,12 +33,12 @@ def sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> li
     with garbage values.
     """
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    batch = []
     for i, length in enumerate(lengths):
         prompt = max(1, min(1 + i % 3, length - 1))
         weights = torch.randn(length, generator=generator) if i % 3 else torch.zeros(length)
         mask = [j >= prompt and not (i % 2 and prompt + 2 <= j < prompt + 5) for j in range(length)]
-        made.append(
+        batch.append(
             TrainSequence(
                 token_ids=torch.randint(0, vocab, (length,), generator=generator).tolist(),
                 loss_mask=mask,
@@ -46,27 +46,27 @@ def sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> li
                 advantages=[w if j >= prompt else 0.0 for j, w in enumerate(weights.tolist())],
             )
         )
-    return made
+    return batch
 
 
-def scored(trainer: Any, batch: list[TrainSequence], **how: Any) -> list[list[float]]:
-    return [row.tolist() for row in trainer.token_logprobs(batch, **how)]
+def logprob_rows(trainer: Any, batch: list[TrainSequence], **settings: Any) -> list[list[float]]:
+    return [row.tolist() for row in trainer.token_logprobs(batch, **settings)]
 
 
-def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
+def with_random_experts(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
     """The sequences with random experts: at all positions, in every fourth sequence only in the
     first half, in every fifth at none.
     """
     random = np.random.default_rng(3)
-    made = []
+    replayed_batch = []
     for i, sequence in enumerate(batch):
         positions = len(sequence.token_ids) - 1
-        known = 0 if i % 5 == 4 else positions // 2 if i % 4 == 3 else positions
-        ids = random.random((known, routing.shape[0], routing.num_experts)).argsort(axis=-1)[
+        replayed = 0 if i % 5 == 4 else positions // 2 if i % 4 == 3 else positions
+        ids = random.random((replayed, routing.shape[0], routing.num_experts)).argsort(axis=-1)[
             ..., : routing.top_k
         ]
-        made.append(msgspec.structs.replace(sequence, routing=routing.pack(ids)))
-    return made
+        replayed_batch.append(msgspec.structs.replace(sequence, routing=routing.pack(ids)))
+    return replayed_batch
 
 
 def drawn_from_sets(batch: list[TrainSequence], vocab: int) -> list[TrainSequence]:
@@ -74,24 +74,24 @@ def drawn_from_sets(batch: list[TrainSequence], vocab: int) -> list[TrainSequenc
     size between.
     """
     random = np.random.default_rng(4)
-    made = []
+    drawn = []
     for sequence in batch:
         rows = [
             np.union1d(
                 np.flatnonzero(random.random(vocab) < random.choice([0, 0.1, 0.5, 1])), token
             )
-            if mine
+            if trained
             else np.empty(0)
-            for token, mine in zip(sequence.token_ids, sequence.loss_mask)
+            for token, trained in zip(sequence.token_ids, sequence.loss_mask)
         ]
         sizes = np.array([len(row) for row in rows], np.int32)
         ids = np.concatenate(rows).astype(np.int32)
-        made.append(
+        drawn.append(
             msgspec.structs.replace(
                 sequence, kept=KeptSets.from_ids(vocab, sequence.token_ids, sizes, ids)
             )
         )
-    return made
+    return drawn
 
 
 def weighted_nll(logprobs: torch.Tensor, microbatch: Any) -> LossOutput:
@@ -143,12 +143,12 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
 
     With the distributed optimizer, it is NaN if another rank has the sum.
     """
-    found = {}
+    parts = {}
     from megarl.trainer.model import parameters_by_name
 
     t = trainer.topology
-    here = trainer.coordinate
-    dense = (here.dp * t.cp + here.cp, t.dp * t.cp)
+    coordinate = trainer.coordinate
+    dense = (coordinate.dp * t.cp + coordinate.cp, t.dp * t.cp)
     expert = (
         (dist.get_rank() // (t.etp * t.ep) % t.expert_dp, t.expert_dp)
         if trainer.spec.num_experts
@@ -168,30 +168,30 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
             bucket = buffer.buckets[number]
             shard = bucket.grad_data.numel() // size
             position = torch.arange(start, end) - bucket.offset
-            mine = (position >= rank * shard) & (position < (rank + 1) * shard)
-            grad = torch.where(mine.view_as(grad), grad, torch.nan)
-        found[name] = grad
-    return found
+            inside = (position >= rank * shard) & (position < (rank + 1) * shard)
+            grad = torch.where(inside.view_as(grad), grad, torch.nan)
+        parts[name] = grad
+    return parts
 
 
 def all_logprobs(
     trainer: Any, batch: list[TrainSequence], model: Any = "policy", temperature: float = 1.0
 ) -> list[list[float]]:
     """Log-probs of all tokens, not only of the loss's."""
-    whole = [
+    full_sequences = [
         msgspec.structs.replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1))
         for s in batch
     ]
-    return scored(trainer, whole, model=model, temperature=temperature)
+    return logprob_rows(trainer, full_sequences, model=model, temperature=temperature)
 
 
-def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
-    result = trainer.train_step(chosen, weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
-    result.check_tokens(sum(sum(sequence.loss_mask[1:]) for sequence in chosen))
+def one_step(trainer: Any, batch: list[TrainSequence]) -> dict[str, Any]:
+    result = trainer.train_step(batch, weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
+    result.check_tokens(sum(sum(sequence.loss_mask[1:]) for sequence in batch))
     return {**vars(result), "grads": gradients(trainer)}
 
 
-def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
+def logits(trainer: Any, batch: list[TrainSequence]) -> Any:
     """[1, t, vocab] of one sequence on the last stage, gathered over the tensor-parallel ranks;
     None on other stages.
     """
@@ -207,16 +207,18 @@ def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
 
     stages = trainer.topology.pp if trainer.topology.vpp > 1 else 1
     (plan,) = plan_microbatches(
-        [len(chosen[0].token_ids)], 1, 1000, trainer.alignment, count_multiple=stages
+        [len(batch[0].token_ids)], 1, 1000, trainer.alignment, count_multiple=stages
     )
 
     def head(microbatch: Any, hidden: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-        whole = (
+        full_hidden = (
             gather_from_sequence_parallel_region(hidden[0])
             if trainer.sequence_parallel
             else hidden[0]
         )
-        z = gather_from_tensor_model_parallel_region(whole @ output_weight(trainer.chunks[-1]).T)
+        z = gather_from_tensor_model_parallel_region(
+            full_hidden @ output_weight(trainer.chunks[-1]).T
+        )
         return layers.join(
             z, microbatch.plan.boundaries, parallel_state.get_context_parallel_group()
         )[None]
@@ -224,12 +226,10 @@ def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
     with torch.no_grad():
         results = trainer._run(
             plan,
-            lambda p: build(p, chosen, trainer.device, routing=trainer.routing),
+            lambda p: build(p, batch, trainer.device, routing=trainer.routing),
             head,
             forward_only=True,
         )
     return (
-        results[0][:, : len(chosen[0].token_ids) - 1, : trainer.spec.vocab_size]
-        if results
-        else None
+        results[0][:, : len(batch[0].token_ids) - 1, : trainer.spec.vocab_size] if results else None
     )

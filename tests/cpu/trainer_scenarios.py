@@ -17,15 +17,15 @@ from trainer_rig import (
     TEMPERATURE,
     all_logprobs,
     drawn_from_sets,
-    forced,
     logits,
+    logprob_rows,
     make,
     one_step,
     plain_adam,
     poison_padding,
-    scored,
     sequences,
     weighted_nll,
+    with_random_experts,
 )
 
 from megarl.base.geometry import TrainerTopology
@@ -35,28 +35,28 @@ from megarl.trainer import hf_io
 
 
 def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Logits, log-probs, gradients and export at the weights of an HF checkpoint (learning rate 0)."""
+    """Logits, log-probs, gradients and export at an HF checkpoint's weights (learning rate 0)."""
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
     trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
     poison_padding(trainer)
     all_sequences = sequences(trainer.spec.vocab_size)
-    found = {
+    results = {
         "all": one_step(trainer, all_sequences),
         "dropped": one_step(trainer, [s for s in all_sequences if any(s.advantages)]),
         "none": one_step(trainer, []),
         "logprobs": all_logprobs(trainer, all_sequences, temperature=TEMPERATURE),
-        "masked_logprobs": scored(trainer, all_sequences, temperature=TEMPERATURE),
+        "masked_logprobs": logprob_rows(trainer, all_sequences, temperature=TEMPERATURE),
         "logits": logits(trainer, all_sequences[:1]),
     }
     trainer.max_tokens = 48  # several microbatches of different shapes
-    found["microbatches"] = one_step(trainer, all_sequences)
+    results["microbatches"] = one_step(trainer, all_sequences)
     if trainer.routing:
-        replayed = forced(all_sequences, trainer.routing)
-        found["replayed"] = one_step(trainer, replayed)
-        found["replayed_logprobs"] = all_logprobs(trainer, replayed, temperature=TEMPERATURE)
-        found["afterwards"] = all_logprobs(trainer, all_sequences, temperature=TEMPERATURE)
-    return found
+        replayed = with_random_experts(all_sequences, trainer.routing)
+        results["replayed"] = one_step(trainer, replayed)
+        results["replayed_logprobs"] = all_logprobs(trainer, replayed, temperature=TEMPERATURE)
+        results["afterwards"] = all_logprobs(trainer, all_sequences, temperature=TEMPERATURE)
+    return results
 
 
 def scenario_exported(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -90,14 +90,14 @@ def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         one_step(trainer, sequences(vocab, seed=seed))
     checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
     after = all_logprobs(trainer, probe)
-    found = {
+    results = {
         "start": start,
         "reference": all_logprobs(trainer, probe, model="reference"),
         "after": after,
     }
-    found["still"] = all_logprobs(trainer, probe)
-    found |= continue_from(trainer, scenario, out)
-    return found
+    results["still"] = all_logprobs(trainer, probe)
+    results |= continue_from(trainer, scenario, out)
+    return results
 
 
 def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -184,22 +184,22 @@ def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """
     from megarl.kernels import linear_logprobs
 
-    found = {}
-    for name, (given, targets, vocab_size, temperature) in torch.load(scenario["inputs"]).items():
-        hidden = given.clone().requires_grad_()
-        weight = torch.eye(given.size(1), dtype=given.dtype).chunk(dist.get_world_size())[
+    results = {}
+    for name, (inputs, targets, vocab_size, temperature) in torch.load(scenario["inputs"]).items():
+        hidden = inputs.clone().requires_grad_()
+        weight = torch.eye(inputs.size(1), dtype=inputs.dtype).chunk(dist.get_world_size())[
             dist.get_rank()
         ]
         logprobs, _ = linear_logprobs(
             hidden, weight, targets, dist.group.WORLD, vocab_size, temperature, chunk_tokens=4
         )
         (logprobs * torch.arange(1.0, targets.numel() + 1)).sum().backward()
-        found[name] = (logprobs.detach(), hidden.grad)
-    return found
+        results[name] = (logprobs.detach(), hidden.grad)
+    return results
 
 
 def scenario_drawn(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """A step of several microbatches, with tokens that were drawn from sets, and their log-probs."""
+    """A step of several microbatches, with tokens drawn from sets, and their log-probs."""
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
     poison_padding(trainer)
@@ -207,7 +207,7 @@ def scenario_drawn(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.max_tokens = 48
     drawn = drawn_from_sets(sequences(trainer.spec.vocab_size), trainer.spec.vocab_size)
     logprobs = {
-        model: scored(trainer, drawn, model=model, temperature=TEMPERATURE)
+        model: logprob_rows(trainer, drawn, model=model, temperature=TEMPERATURE)
         for model in ("policy", "reference")
     }
     return {"step": one_step(trainer, drawn), "logprobs": logprobs}
@@ -221,8 +221,11 @@ def scenario_ratios(scenario: dict[str, Any], out: Path) -> list[list[list[float
     drawn = pickle.loads(Path(scenario["sequences"]).read_bytes())
     trainer.load_hf(scenario["model"])
     trainer.max_tokens = 200
-    whole = [msgspec.structs.replace(each, kept=None) for each in drawn]
-    return [scored(trainer, batch, temperature=scenario["temperature"]) for batch in (drawn, whole)]
+    without_sets = [msgspec.structs.replace(sequence, kept=None) for sequence in drawn]
+    return [
+        logprob_rows(trainer, batch, temperature=scenario["temperature"])
+        for batch in (drawn, without_sets)
+    ]
 
 
 def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -233,7 +236,7 @@ def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     trainer = make(scenario, plain_adam(lr=0.0))
-    given = pickle.loads(Path(scenario["sequences"]).read_bytes())
+    sampled = pickle.loads(Path(scenario["sequences"]).read_bytes())
     trainer.load_hf(scenario["model"])
     now: dict[str, Any] = {}
     differences: list[torch.Tensor] = []
@@ -243,42 +246,42 @@ def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not now:
             return None
-        probs, chosen = output
+        probs, routing_map = output
         layer = router.layer_number - 1
-        ids, theirs = (
+        ids, engine_weights = (
             torch.from_numpy(now[name][: len(probs), layer]) for name in ("ids", "weights")
         )
-        assert (chosen.gather(1, ids)).all()
-        differences.append((probs.gather(1, ids) - theirs).abs().flatten())
-        replayed = torch.zeros_like(probs).scatter(1, ids, theirs.to(probs.dtype))
-        return (replayed if now["replayed"] else probs), chosen
+        assert (routing_map.gather(1, ids)).all()
+        differences.append((probs.gather(1, ids) - engine_weights).abs().flatten())
+        replayed = torch.zeros_like(probs).scatter(1, ids, engine_weights.to(probs.dtype))
+        return (replayed if now["replayed"] else probs), routing_map
 
     for module in trainer.chunks[0].modules():
         if isinstance(module, TopKRouter):
             module.register_forward_hook(weights)
-    sequences = [sequence for sequence, _ in given]
-    own = scored(
+    sequences = [sequence for sequence, _ in sampled]
+    own_logprobs = logprob_rows(
         trainer, [msgspec.structs.replace(sequence, routing=b"") for sequence in sequences]
     )
     trainer.replay.reset()
-    found: dict[str, Any] = {"own": own, "ids": [], "ids and weights": []}
+    results: dict[str, Any] = {"own": own_logprobs, "ids": [], "ids and weights": []}
     for name, replayed in (("ids", False), ("ids and weights", True)):
-        for sequence, of_engine in given:
+        for sequence, of_engine in sampled:
             now |= {
                 "ids": trainer.routing.unpack(sequence.routing).astype("int64"),
                 "weights": of_engine,
                 "replayed": replayed,
             }
-            found[name] += scored(trainer, [sequence])
+            results[name] += logprob_rows(trainer, [sequence])
         if not replayed:
             positions = sum(len(sequence) - 1 for sequence in sequences)
-            found |= {
+            results |= {
                 "replaced": trainer.replay.metrics(positions, trainer.device)[
                     "router/replaced_fraction"
                 ]
             }
-            found |= {"weights": torch.cat(differences).mean().item()}
-    return found
+            results |= {"weights": torch.cat(differences).mean().item()}
+    return results
 
 
 def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -312,14 +315,14 @@ def scenario_megatron_settings(scenario: dict[str, Any], out: Path) -> dict[str,
         trainer.dtype,
         TrainerConfig(megatron={"attention_backend": "flash"}),
     )
-    held = (
+    objects = (
         trainer.ddp[0].config,
         trainer.ddp[0].ddp_config,
         trainer.optimizer.chained_optimizers[0].config,
     )
-    wanted = (scenario["trainer"]["megatron"], scenario["trainer"]["ddp"], scenario["optimizer"])
-    found = [
-        {name: getattr(each, name) for name in names}
-        for each, names in zip(held, wanted, strict=True)
+    settings = (scenario["trainer"]["megatron"], scenario["trainer"]["ddp"], scenario["optimizer"])
+    values = [
+        {name: getattr(holder, name) for name in names}
+        for holder, names in zip(objects, settings, strict=True)
     ]
-    return {"held": found, "backend": flash.attention_backend.name}
+    return {"held": values, "backend": flash.attention_backend.name}

@@ -68,7 +68,8 @@ def main() -> None:
 
 def start(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], out: Path) -> int:
     """Starts a rank and returns its process id."""
-    if child := os.fork():
+    child = os.fork()
+    if child:
         return child
     status = 1
     try:
@@ -85,7 +86,7 @@ def start(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any],
 
 
 def run(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], out: Path) -> None:
-    began = time.monotonic()
+    start_s = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -94,14 +95,14 @@ def run(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], o
         world_size=world_size,
         timeout=datetime.timedelta(seconds=60),
     )
-    (do,) = [
-        found
+    (run_scenario,) = [
+        scenario_function
         for module in SCENARIOS
-        if (found := getattr(module, "scenario_" + scenario["run"], None))
+        if (scenario_function := getattr(module, "scenario_" + scenario["run"], None))
     ]
-    found = do(scenario, out)
-    torch.save(found, out / f"{scenario['name']}.{rank}.pt")
-    print(f"{scenario['name']} {time.monotonic() - began:.2f} s", flush=True)
+    results = run_scenario(scenario, out)
+    torch.save(results, out / f"{scenario['name']}.{rank}.pt")
+    print(f"{scenario['name']} {time.monotonic() - start_s:.2f} s", flush=True)
     dist.barrier()
 
 

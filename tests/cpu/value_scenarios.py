@@ -40,9 +40,9 @@ def squared_error(values: torch.Tensor, microbatch: Any) -> LossOutput:
 
 
 def value_step(trainer: Any, batch: list[Any]) -> dict[str, Any]:
-    wanted = targets_of(batch)
+    targets = targets_of(batch)
     result = trainer.train_step(
-        batch, squared_error, DENOMINATOR, old_values=[row**2 for row in wanted], returns=wanted
+        batch, squared_error, DENOMINATOR, old_values=[row**2 for row in targets], returns=targets
     )
     result.check_tokens(sum(sum(sequence.loss_mask[1:]) for sequence in batch))
     return {**vars(result), "grads": gradients(trainer)}
@@ -60,13 +60,13 @@ def scenario_values(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.load_hf(scenario["model"])
     trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
     batch = sequences(trainer.spec.vocab_size)
-    found = {
+    results = {
         "values": trainer.token_values(batch),
         "all": value_step(trainer, batch),
         "none": value_step(trainer, []),
     }
     trainer.max_tokens = 48  # several microbatches of different shapes
-    return found | {"microbatches": value_step(trainer, batch)}
+    return results | {"microbatches": value_step(trainer, batch)}
 
 
 def scenario_new_head(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def scenario_policy_and_critic(scenario: dict[str, Any], out: Path) -> dict[str,
     """
     from megarl.trainer import checkpoint
 
-    def new(which: str) -> Any:
-        trainer = make({**scenario, "model": scenario[which]}, plain_adam(1e-2))
-        trainer.load_hf(scenario[which])
+    def new(role: str) -> Any:
+        trainer = make({**scenario, "model": scenario[role]}, plain_adam(1e-2))
+        trainer.load_hf(scenario[role])
         return trainer
 
     def steps(*trainers: Any) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def scenario_policy_and_critic(scenario: dict[str, Any], out: Path) -> dict[str,
             for t in trainers
         ]
         return {
-            t.spec.head: found
-            for t, found in zip(trainers, zip(zip(*losses), outputs), strict=True)
+            t.spec.head: outcome
+            for t, outcome in zip(trainers, zip(zip(*losses), outputs), strict=True)
         }
 
     policy = new("policy")
@@ -116,9 +116,9 @@ def scenario_policy_and_critic(scenario: dict[str, Any], out: Path) -> dict[str,
     checkpoint.save(critic, path, {"step": 3})
     after = value_step(critic, batch)["loss"]
     one_step(policy, batch)
-    other = new("critic")
-    state = checkpoint.load(other, path)
-    resumed = value_step(other, batch)["loss"]
+    lone_critic = new("critic")
+    state = checkpoint.load(lone_critic, path)
+    resumed = value_step(lone_critic, batch)["loss"]
     return {
         "together": together,
         "alone": steps(new("policy")) | steps(new("critic")),

@@ -28,7 +28,7 @@ def linger() -> None:
     time.sleep(20)
 
 
-def main(rank: int, size: int, store: str, run_dir: str, how: str) -> None:
+def main(rank: int, size: int, store: str, run_dir: str, mode: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     status = StatusBoard(run_dir, f"trainer.{rank}")
     deadline = datetime.timedelta(seconds=3)
@@ -40,7 +40,7 @@ def main(rank: int, size: int, store: str, run_dir: str, how: str) -> None:
     status.set("step 7")
     print("ready", flush=True)
     if rank == 2:
-        os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else busy()
+        os.kill(os.getpid(), signal.SIGSTOP) if mode == "stopped" else busy()
     if rank == 0:
         atexit.register(linger)
         time.sleep(1)  # so that the other rank's deadline comes first

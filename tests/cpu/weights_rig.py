@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
-from nursery import Run, script
+from nursery import ForkedRun, script
 from sglang_engine import Engine, start_engine
 from weights_worker import DEADLINE_S, Job
 
@@ -56,7 +56,7 @@ class Trainers:
 
     def _start(self, rank: int, log: Path) -> subprocess.Popen:
         with open(log, "wb") as output:
-            return Run(
+            return ForkedRun(
                 **script("weights_worker", str(rank)),
                 stdin=subprocess.PIPE,
                 stdout=output,

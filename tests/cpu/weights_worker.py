@@ -187,15 +187,15 @@ def check_deadlines(plan: RunPlan) -> None:
     """
     timeouts = plan.config.timeouts
     allowed = {"amax": timeouts.weights_s}
-    found = {}
+    errors = {}
     for group in dist.distributed_c10d._world.pg_map:
         backend = group._get_backend(torch.device("cpu"))
-        found[group.group_desc, group.group_name] = backend.options._timeout.total_seconds()
+        errors[group.group_desc, group.group_name] = backend.options._timeout.total_seconds()
     wrong = {
-        name: s for name, s in found.items() if s != allowed.get(name[0], timeouts.collective_s)
+        name: s for name, s in errors.items() if s != allowed.get(name[0], timeouts.collective_s)
     }
-    assert len(found) > 10 and not wrong, (
-        f"of {len(found)} groups these do not have timeouts.collective_s={timeouts.collective_s}: "
+    assert len(errors) > 10 and not wrong, (
+        f"of {len(errors)} groups these do not have timeouts.collective_s={timeouts.collective_s}: "
         f"{wrong}"
     )
 

@@ -19,17 +19,17 @@ def wait_for(path: str) -> str:
     return "there"
 
 
-def fail(how: str) -> str:
-    if how == "value":
+def fail(mode: str) -> str:
+    if mode == "value":
         raise ValueError("no such thing: \n\u00e9")
-    if how == "mistake":
-        raise KeyError(how)
-    if how == "memory":
+    if mode == "mistake":
+        raise KeyError(mode)
+    if mode == "memory":
         return str(len(bytearray(1 << 40)))
-    if how == "children":  # children that read standard input and write to standard output
+    if mode == "children":  # children that read standard input and write to standard output
         return str(len(subprocess.run("echo no reply; cat", shell=True).args))
-    if how == "odd":
+    if mode == "odd":
         return {1, 2}
-    if how == "exit":
+    if mode == "exit":
         os._exit(3)
-    return "{" * int(how)
+    return "{" * int(mode)

@@ -105,15 +105,15 @@ def fractions(rng):
 @kind
 def mixed_numbers(rng):
     for _ in range(15):
-        whole = rng.randint(1, 9)
+        integer = rng.randint(1, 9)
         part = abs(proper(rng)) % 1
-        value = whole + part
-        yield frac(value), boxed(whole) + " ", False
-        yield frac(value), boxed(f"{whole}{frac(part)}"), True
-        yield frac(value), boxed(f"{whole} {part.numerator}/{part.denominator}"), True
+        value = integer + part
+        yield frac(value), boxed(integer) + " ", False
+        yield frac(value), boxed(f"{integer}{frac(part)}"), True
+        yield frac(value), boxed(f"{integer} {part.numerator}/{part.denominator}"), True
         yield (
             frac(value),
-            boxed(frac(whole * part)) if (whole * part).denominator > 1 else boxed(0),
+            boxed(frac(integer * part)) if (integer * part).denominator > 1 else boxed(0),
             False,
         )
 
@@ -401,7 +401,7 @@ def words_and_choices(rng):
         yield letter, boxed(rf"\text{{({wrong})}}"), False
     names = ["Evelyn", "Monday", "no", "yes", "north east", "ellipse", "Tuesday", "even"]
     for name in names:
-        wrong = rng.choice([each for each in names if each != name])
+        wrong = rng.choice([choice for choice in names if choice != name])
         yield rf"\text{{{name}}}", boxed(name), True
         yield name, boxed(rf"\text{{{name.upper()}}}"), True
         yield name, boxed(rf"\text{{{wrong}}}"), False
@@ -471,12 +471,12 @@ def parts_of_what_is_unmarked(rng):
 def repeating_decimals(rng):
     for _ in range(12):
         digits = rng.choice(["3", "6", "27", "142857", "09"])
-        whole = rng.randint(0, 9)
-        value = whole + Fraction(int(digits), 10 ** len(digits) - 1)
-        yield frac(value), boxed(rf"{whole}.\overline{{{digits}}}"), True
-        yield rf"{whole}.\overline{{{digits}}}", boxed(frac(value)), True
-        yield frac(value), boxed(f"{whole}.{digits[:4]}"), False
-        yield frac(value + 1), boxed(rf"{whole}.\overline{{{digits}}}"), False
+        integer = rng.randint(0, 9)
+        value = integer + Fraction(int(digits), 10 ** len(digits) - 1)
+        yield frac(value), boxed(rf"{integer}.\overline{{{digits}}}"), True
+        yield rf"{integer}.\overline{{{digits}}}", boxed(frac(value)), True
+        yield frac(value), boxed(f"{integer}.{digits[:4]}"), False
+        yield frac(value + 1), boxed(rf"{integer}.\overline{{{digits}}}"), False
 
 
 @kind

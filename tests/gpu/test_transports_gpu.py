@@ -74,16 +74,17 @@ def sources(seed: int, device: str) -> dict[str, torch.Tensor]:
 
 
 def expected(seed: int) -> dict[str, torch.Tensor]:
-    given = sources(seed, "cpu")
+    tensors = sources(seed, "cpu")
     wide = torch.full((1000, 512), -1.0, dtype=torch.bfloat16)
-    wide[100:612, :256], wide[:100] = given["x"][:512, 8:264], 0
+    wide[100:612, :256] = tensors["x"][:512, 8:264]
+    wide[:100] = 0
     cast = torch.full((5000,), -1.0, dtype=torch.bfloat16)
-    cast[1:4098] = given["y"].bfloat16()
-    return {"wide": wide, "whole": given["x"][600:603].clone(), "cast": cast}
+    cast[1:4098] = tensors["y"].bfloat16()
+    return {"wide": wide, "whole": tensors["x"][600:603].clone(), "cast": cast}
 
 
-class Engine:
-    """Parameters on a GPU: several share one allocation, and one has a large allocation of its own."""
+class GpuEngine:
+    """Parameters on a GPU: several share one allocation; one has a large one of its own."""
 
     def __init__(self, device: int):
         torch.cuda.set_device(device)
@@ -118,7 +119,7 @@ class Engine:
         }
 
 
-class Trainer:
+class GpuTrainer:
     def __init__(self, device: int):
         torch.cuda.set_device(device)
 
@@ -134,8 +135,8 @@ class Trainer:
 
 @pytest.fixture(params=[0, pytest.param(1, marks=two_gpus)], ids=["one GPU", "two GPUs"])
 def pair(request):
-    engine = RemoteObject(Engine, request.param)
-    trainer = RemoteObject(Trainer, 0)
+    engine = RemoteObject(GpuEngine, request.param)
+    trainer = RemoteObject(GpuTrainer, 0)
     try:
         yield engine, trainer
     finally:
@@ -144,10 +145,10 @@ def pair(request):
 
 
 def check(engine: RemoteObject, seed: int) -> None:
-    found = engine.call("memory")
+    memory = engine.call("memory")
     for name, values in expected(seed).items():
-        assert torch.equal(torch.from_numpy(found[name]), values.view(torch.uint8)), name
-    assert (found["large"] == 7).all()
+        assert torch.equal(torch.from_numpy(memory[name]), values.view(torch.uint8)), name
+    assert (memory["large"] == 7).all()
 
 
 def test_cuda_ipc_writes_in_place(pair):
@@ -164,8 +165,8 @@ def test_cuda_ipc_writes_in_place(pair):
 @two_gpus
 def test_nccl_receives_in_place():
     _store, address = open_store("127.0.0.1")
-    engine = RemoteObject(Engine, 1)
-    trainer = RemoteObject(Trainer, 0)
+    engine = RemoteObject(GpuEngine, 1)
+    trainer = RemoteObject(GpuTrainer, 0)
     try:
         text = engine.call("endpoint", address)
         trainer.start("connect", NCCL, text)

@@ -145,33 +145,33 @@ class Cluster:
 
     def commands(self) -> list[list[str]]:
         """The command lines of these processes, without those that have just ended."""
-        found = []
+        command_lines = []
         for process in self.tasks():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(process.cmdline())
-        return found
+                command_lines.append(process.cmdline())
+        return command_lines
 
     def environments(self) -> list[dict[str, str]]:
         """The environments of these processes, without those that have just ended."""
-        found = []
+        environments_of_ranks = []
         for process in self.tasks():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(process.environ())
-        return found
+                environments_of_ranks.append(process.environ())
+        return environments_of_ranks
 
     def _runs_here(self, process: psutil.Process, node: str | None = None) -> bool:
         """Whether this cluster started the process: Slurm puts the names of cluster and node into
         its environment.
         """
         try:
-            found = process.environ()
+            environment = process.environ()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             return False
-        mine = (
-            found.get("SLURM_CONF") == str(self.folder / "slurm.conf")
-            and "SLURMD_NODENAME" in found
+        is_of_cluster = (
+            environment.get("SLURM_CONF") == str(self.folder / "slurm.conf")
+            and "SLURMD_NODENAME" in environment
         )
-        return mine and node in (None, found["SLURMD_NODENAME"])
+        return is_of_cluster and node in (None, environment["SLURMD_NODENAME"])
 
     def _steps(self, node: str) -> list[psutil.Process]:
         """The daemons of the node's steps, recognised by the log that they hold open."""
@@ -212,9 +212,9 @@ class Cluster:
         cwd: Path | None = None,
     ) -> int:
         """Submits a job and returns its id."""
-        done = self.run(["sbatch", "--parsable", *options, str(script), *arguments], cwd=cwd)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout.split(";")[0])
+        completed = self.run(["sbatch", "--parsable", *options, str(script), *arguments], cwd=cwd)
+        assert completed.returncode == 0, completed.stderr
+        return int(completed.stdout.split(";")[0])
 
     def state(self, job: int) -> str:
         """PENDING, RUNNING, COMPLETED, FAILED, …"""

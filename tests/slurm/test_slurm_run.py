@@ -59,7 +59,7 @@ def submit(cluster: Cluster, log: Path, *overrides: str, options: str = "") -> i
     )
 
 
-def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_path):
+def test_override_typo_ends_the_job_before_anything_starts(cluster, tmp_path):
     job = submit(cluster, tmp_path / "log", "trainer.tpp=2", f"run_dir={tmp_path / 'run'}")
     assert cluster.wait(job, ENDED, 60) == "FAILED"
     assert cluster.exit_code(job) == "2:0"
@@ -71,16 +71,16 @@ def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_
 
 def submit_own(cluster: Cluster, tmp_path: Path, *overrides: str, options: str) -> int:
     """`sbatch OPTIONS slurm/run.sbatch my.yaml key=value …`, as in README.md."""
-    own = tmp_path / "my.yaml"
-    shutil.copy(ROOT / "configs/quickstart.yaml", own)
-    settings = (
+    config = tmp_path / "my.yaml"
+    shutil.copy(ROOT / "configs/quickstart.yaml", config)
+    settings = [
         f"run_dir={tmp_path / 'run'}",
         f"sft.output={make_model(tmp_path / 'hf')}",
         *OVERRIDES,
         *overrides,
-    )
+    ]
     options = ("--output", str(tmp_path / "log"), *options.split())
-    return cluster.submit("slurm/run.sbatch", str(own), *settings, options=options, cwd=ROOT)
+    return cluster.submit("slurm/run.sbatch", str(config), *settings, options=options, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_run_of_ones_own_trains_on_two_nodes(cluster: Cluster, tmp_path: Path)
     [pytest.param("--nodes=4", marks=pytest.mark.long), TWO_COMPONENTS],
     ids=["plain", "heterogeneous"],
 )
-def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, cluster, tmp_path):
+def test_job_out_of_time_stops_its_launchers_and_goes_on(nodes, cluster, tmp_path):
     """Tests only the job script. tests/cpu/test_run_stopping.py tests that a launcher saves on
     SIGTERM.
     """
@@ -181,11 +181,13 @@ def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
     after = rows(run_dir)
     assert [row["step"] for row in after] == list(range(6))
     assert all(row["sync/audit_ok"] for row in after)
-    said = log.read_text()
-    assert "6 steps from the start" in said and "6 steps from the checkpoint of step" in said
+    log_text = log.read_text()
     assert (
-        f"Supervised weights are in {run_dir}/sft/hf" in said
-        and f"{run_dir}/sft/hf is there already: nothing to do" in said
+        "6 steps from the start" in log_text and "6 steps from the checkpoint of step" in log_text
+    )
+    assert (
+        f"Supervised weights are in {run_dir}/sft/hf" in log_text
+        and f"{run_dir}/sft/hf is there already: nothing to do" in log_text
     )
     assert {path.name for path in (run_dir / "logs").glob("engine*")} == {
         "engine.0.log",
@@ -218,7 +220,7 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
     joins = tmp_path / "joins"
-    made = make_model(tmp_path / "hf")
+    model = make_model(tmp_path / "hf")
     sizes = [
         "trainer.tp=1",
         "generator.engines=1",
@@ -226,16 +228,20 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
         "checkpoint.every=0",
         "timeouts.silence_s=10",
     ]
-    more = ["async.partial_rollout=in_flight", "eval.limit=1", "observe.probe_every=0"]
-    overrides = [f"run_dir={run_dir}", f"sft.output={made}", *OVERRIDES, *sizes, *more]
+    extra_overrides = ["async.partial_rollout=in_flight", "eval.limit=1", "observe.probe_every=0"]
+    overrides = [f"run_dir={run_dir}", f"sft.output={model}", *OVERRIDES, *sizes, *extra_overrides]
     driver_log = run_dir / "logs/generator.0.log"
     phases: dict[str, list[dict]] = {}
 
     def steps(phase: str, engines: int, count: int = 8) -> None:
         def of_phase() -> list[dict]:
-            return [row for row in rows(run_dir)[done:] if row.get("engines/serving") == engines]
+            return [
+                row
+                for row in rows(run_dir)[finished_steps:]
+                if row.get("engines/serving") == engines
+            ]
 
-        done = len(rows(run_dir))
+        finished_steps = len(rows(run_dir))
         wait_until(
             lambda: len(of_phase()) >= count, f"{count} steps with {engines} engines", START_S
         )
@@ -299,8 +305,8 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
         )
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float) -> None:
+def wait_until(holds: Callable[[], bool], awaited: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
+        assert time.monotonic() < deadline, f"no {awaited} within {timeout_s:.0f} s"
         time.sleep(0.1)

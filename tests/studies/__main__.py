@@ -112,11 +112,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=60,
         help="begin no fault after so long; default: 60",
     )
-    kept = (
+    common = (
         "a new folder in which the run and its logs are kept; default: kept only when "
         "something is wrong"
     )
-    faults.add_argument("--keep", metavar="DIR", help=kept)
+    faults.add_argument("--keep", metavar="DIR", help=common)
     staleness.add_argument(
         "--runs",
         metavar="DIR",
@@ -130,24 +130,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     offpolicy.add_argument("--parts", metavar="PART,…", default="", help=parts)
     lanes = "runs side by side; their times mean something only with 1, the default"
     offpolicy.add_argument("--lanes", metavar="N", type=int, default=1, help=lanes)
-    kept = (
+    common = (
         "folder of the runs; complete runs are not repeated; default: runs/offpolicy/ and the "
         "name of CONFIG"
     )
-    offpolicy.add_argument("--runs", metavar="DIR", type=Path, help=kept)
+    offpolicy.add_argument("--runs", metavar="DIR", type=Path, help=common)
     offpolicy.add_argument(
         "--picture", metavar="FILE", help="draw score against divergence: .svg or .png"
     )
-    arguments, rest = parser.parse_known_args(argv)
-    if unknown := [
+    arguments, remaining = parser.parse_known_args(argv)
+    unknown = [
         argument
-        for argument in rest
+        for argument in remaining
         if argument.startswith("-") or arguments.what in WITHOUT_CONFIG
-    ]:
+    ]
+    if unknown:
         by_name[arguments.what].error(f"unknown argument: {' '.join(unknown)}")
-    if rest:
+    if remaining:
         # argparse takes positional arguments only up to the first option
-        arguments.overrides += rest
+        arguments.overrides += remaining
     return arguments
 
 
@@ -204,7 +205,8 @@ def _peer(arguments: argparse.Namespace) -> None:
 
     if arguments.steps < WARM_UP_STEPS + 2:
         raise ConfigError(f"--steps {arguments.steps}: must be at least {WARM_UP_STEPS + 2}")
-    if problems := list(new_folder_problems("--runs ", str(arguments.runs))):
+    problems = list(new_folder_problems("--runs ", str(arguments.runs)))
+    if problems:
         raise ConfigError(problems)
     run(
         config_path=arguments.config,
@@ -224,18 +226,15 @@ def _offpolicy(arguments: argparse.Namespace) -> None:
         problems := list(file_problems("--picture", arguments.picture, (".svg", ".png")))
     ):
         raise ConfigError(problems)
-    chosen = (
-        _listed(arguments.parts),
-        arguments.seeds,
-        arguments.lanes,
-        arguments.json,
-        arguments.picture,
-    )
     run(
         arguments.config,
         arguments.overrides,
         arguments.runs or Path("runs/offpolicy", Path(arguments.config).stem),
-        *chosen,
+        parts=_listed(arguments.parts),
+        seeds=arguments.seeds,
+        lanes=arguments.lanes,
+        as_json=arguments.json,
+        picture=arguments.picture,
     )
 
 

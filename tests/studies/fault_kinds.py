@@ -1,5 +1,11 @@
 """The faults of `python tests/studies faults`: for each, what the run must say, and how it must
 recover or end.
+
+- A transport and a rollout of the run fail when an order tells them to (fault_orders).
+- Bits of an engine's memory that it computes with are flipped from outside while it serves.
+- Strangers and undecodable messages come to the run's ports; another process takes a port.
+- Processes are killed, stopped, or stopped for a while.
+- File systems are filled, and checkpoints are damaged.
 """
 
 from __future__ import annotations
@@ -30,7 +36,17 @@ import msgspec
 import psutil
 import torch
 import zmq
-from fault_orders import DIE, FLIP, GARBLE, KILL_ENGINE, ORDERS, TOOL, order, ordered_tool, taken
+from fault_orders import (
+    DIE,
+    FLIP,
+    GARBLE,
+    KILL_ENGINE,
+    ORDERS,
+    TOOL,
+    order,
+    ordered_tool,
+    take_order,
+)
 
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import Prompt, Sample
@@ -46,10 +62,6 @@ from megarl.rollouts.environments.base import RolloutContext, ToolError
 from megarl.rollouts.environments.single_turn import single_turn
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-# A transport and a rollout for the run of `python tests/studies faults`. They fail when an order
-# tells them to (fault_orders).
-
-
 # the transport carries out orders before it writes this tensor
 FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"
 REWARD_S = 1.0  # slows steps down, so that restarting engines get processor time
@@ -61,7 +73,7 @@ class OfAnotherVersion(msgspec.Struct, frozen=True, tag=True):
 
 def _the_peer() -> Peer:
     """This trainer rank's connection to the hub; transports are not given it."""
-    return next(found for found in gc.get_objects() if isinstance(found, Peer))
+    return next(item for item in gc.get_objects() if isinstance(item, Peer))
 
 
 class FaultyTransport(SharedMemoryTransport):
@@ -72,16 +84,17 @@ class FaultyTransport(SharedMemoryTransport):
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         folder = os.environ[ORDERS]
         if copy.destination_tensor == FLIPPED:
-            if taken(folder, FLIP) is not None:
+            if take_order(folder, FLIP) is not None:
                 values = values.clone()
                 values.view(torch.uint8)[0, 5] ^= 4
-            if pids := taken(folder, KILL_ENGINE):
+            pids = take_order(folder, KILL_ENGINE)
+            if pids:
                 for pid in pids.split():
                     os.kill(int(pid), signal.SIGKILL)
                 time.sleep(0.2)  # until the kill has taken effect
-            if taken(folder, DIE) is not None:
+            if take_order(folder, DIE) is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if taken(folder, GARBLE) is not None:
+            if take_order(folder, GARBLE) is not None:
                 _the_peer().send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
         super().write(copy, values)
 
@@ -100,14 +113,6 @@ async def rollout(
     return await single_turn(context, prompt, sampling, n)
 
 
-# Small file systems that a campaign can fill: one for its run's shared memory, one for its run
-# directory.
-#
-# They are mounted in a mount namespace of this process and its children. No other process sees
-# them, and they vanish when the last of these processes ends. Only root may mount them. Without
-# root, the campaign leaves out the kinds of faults that need them, and says so.
-
-
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 256 << 20
 RUN_DIR_BYTES = 512 << 20
@@ -116,15 +121,21 @@ _FILLER = "filler"
 
 
 def small_file_systems(run_dir: Path) -> bool:
-    """Mounts the file systems. Returns False, with nothing mounted, if that is not allowed."""
+    """Mounts file systems that a campaign can fill, for its run's shared memory and directory.
+
+    They are mounted in a mount namespace of this process and its children. No other process sees
+    them, and they vanish when the last of these processes ends. Only root may mount them. Without
+    root, this returns False with nothing mounted. The campaign then leaves out the kinds of faults
+    that need them, and says so.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0 or libc.unshare(_CLONE_NEWNS) != 0:
         return False
     run_dir.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    for where, size in ((SHARED_MEMORY, SHARED_MEMORY_BYTES), (run_dir, RUN_DIR_BYTES)):
+    for mount_point, size in ((SHARED_MEMORY, SHARED_MEMORY_BYTES), (run_dir, RUN_DIR_BYTES)):
         subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(where)],
+            ["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(mount_point)],
             check=True,
         )
     return True
@@ -145,10 +156,6 @@ def fill(file_system: Path, left_bytes: int = 0) -> None:
 
 def empty(file_system: Path) -> None:
     (file_system / _FILLER).unlink(missing_ok=True)
-
-
-# The run that `python tests/studies faults` harms: one run directory, continued by one launcher
-# after another.
 
 
 ENGINES = 2
@@ -180,13 +187,18 @@ class Ended(Exception):
 
 @dataclass
 class FaultRun:
-    """Everything is written to `folder`; `model` is an HF checkpoint."""
+    """The run that the study harms: one run directory, continued by one launcher after another.
+
+    Everything is written to `folder`; `model` is an HF checkpoint.
+    """
 
     folder: Path
     model: Path
     launches: int = 0
     started: subprocess.Popen[bytes] | None = None
-    seen: set[psutil.Process] = field(default_factory=set)  # descendants of the current launcher
+    known_processes: set[psutil.Process] = field(
+        default_factory=set
+    )  # descendants of the current launcher
     _read: dict[Path, int] = field(default_factory=dict)  # bytes read from each log
     _heard: str = ""  # the text since the last mark
 
@@ -221,10 +233,10 @@ class FaultRun:
             str(CONFIG),
             *(f"{key}={value}" for key, value in settings.items()),
         ]
-        for left in self.orders.iterdir():
-            left.unlink()
+        for order_file in self.orders.iterdir():
+            order_file.unlink()
         self.launches = self.launches + 1
-        self.seen = set()
+        self.known_processes = set()
         self._read = {}
         self._heard = ""
         with open(self.output, "wb") as file:
@@ -271,23 +283,23 @@ class FaultRun:
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """The launcher's descendants whose command lines contain all the words."""
-        found = []
+        members = []
         for process in self.descendants():
             try:
                 line = " ".join(process.cmdline())
             except psutil.Error:
                 continue
             if all(word in line for word in words):
-                found.append(process)
-        return found
+                members.append(process)
+        return members
 
     def descendants(self) -> list[psutil.Process]:
         try:
-            found = psutil.Process(self.launcher.pid).children(recursive=True)
+            children = psutil.Process(self.launcher.pid).children(recursive=True)
         except psutil.Error:
             return []
-        self.seen |= set(found)
-        return found
+        self.known_processes |= set(children)
+        return children
 
     def trainer(self, rank: int) -> psutil.Process:
         return self.processes("megarl.launch.worker", f"trainer {rank}")[0]
@@ -303,18 +315,18 @@ class FaultRun:
         """The engine's server process, if there is one, recognised by the file of its workers'
         heartbeats.
         """
-        found = []
+        engine_processes = []
         for process in self.processes("megarl.generator.server"):
             with contextlib.suppress(psutil.Error):
-                found += (
+                engine_processes += (
                     [process]
                     if process.environ().get(BEATS, "").endswith(f"/engine.{index}.beats")
                     else []
                 )
-        return found
+        return engine_processes
 
     def wait_until(
-        self, holds: Callable[[], bool], what: str, timeout_s: float, every_s: float = 0.25
+        self, holds: Callable[[], bool], awaited: str, timeout_s: float, every_s: float = 0.25
     ) -> None:
         """Raises Hang past the deadline, Ended when the run ends first."""
         deadline = time.monotonic() + timeout_s
@@ -324,19 +336,19 @@ class FaultRun:
                 if holds():
                     return
                 raise Ended(
-                    f"the run ended with {self.launcher.returncode} before {what}; its last "
+                    f"the run ended with {self.launcher.returncode} before {awaited}; its last "
                     f"words:\n{tail(self.output)}"
                 )
             if time.monotonic() > deadline:
                 raise Hang(
-                    f"no {what} within {timeout_s:.0f} s; its last "
+                    f"no {awaited} within {timeout_s:.0f} s; its last "
                     f"words:\n{tail(self.output, 6)}\n{tail(self.driver_log, 6)}"
                 )
             time.sleep(every_s)
 
-    def wait_steps(self, more: int, timeout_s: float = STARTED_S) -> None:
+    def wait_steps(self, count: int, timeout_s: float = STARTED_S) -> None:
         before = self.steps
-        self.wait_until(lambda: self.steps >= before + more, f"{more} more steps", timeout_s)
+        self.wait_until(lambda: self.steps >= before + count, f"{count} more steps", timeout_s)
 
     def exit_status(self, timeout_s: float) -> int:
         """Raises Hang past the deadline."""
@@ -354,7 +366,7 @@ class FaultRun:
     def orphans(self) -> int:
         """Kills the processes that the ended run left behind, and returns their number."""
         deadline = time.monotonic() + ENDED_S
-        alive = [process for process in self.seen if _runs(process)]
+        alive = [process for process in self.known_processes if _runs(process)]
         while alive and time.monotonic() < deadline:
             time.sleep(0.1)
             alive = [process for process in alive if _runs(process)]
@@ -399,15 +411,15 @@ class FaultRun:
         """The number of ordinals that differ between the newest checkpoint's ledger and the record
         of training. Call it only while nothing runs.
         """
-        found = complete_checkpoints(self.run_dir)
-        if not found:
+        checkpoints = complete_checkpoints(self.run_dir)
+        if not checkpoints:
             return 0
-        step, folder = found[-1]
+        step, folder = checkpoints[-1]
         ledger = Ledger.load(folder)
         consumed = ledger.trained()
         trained = set(itertools.chain(*self.trained()[:step]))
-        held = {group.ordinal for group in ledger.groups}
-        return len(consumed ^ trained) + len(consumed & held)
+        held_ordinals = {group.ordinal for group in ledger.groups}
+        return len(consumed ^ trained) + len(consumed & held_ordinals)
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -437,9 +449,6 @@ def tail(path: Path, lines: int = 20) -> str:
     )
 
 
-# Faults of an engine's memory: bits that it computes with are flipped from outside while it serves.
-
-
 # the file that holds an engine's parameters (megarl/weight_sync/transports/shared_memory.py)
 WEIGHTS = "memfd:megarl-weights"
 POSITION = 3  # the row of the rotary cache that is searched for
@@ -459,14 +468,14 @@ def parameter_changed(run: FaultRun, random: Random) -> dict[str, str]:
 def rotary_changed(run: FaultRun, random: Random) -> dict[str, str]:
     process = _worker(run.engine(random.randrange(ENGINES)))
     row = _rotary_row(load_spec(run.model))
-    found = [
+    changed = [
         address
         for region in _regions(process, "")
         for address in _occurrences(process, *region, row)
     ]
-    if not found:
+    if not changed:
         raise RuntimeError("the engine's rotary cache was not found in its memory")
-    for address in found:  # flips all, since one may be a freed copy
+    for address in changed:  # flips all, since one may be a freed copy
         _flip(process, address)
     return {}
 
@@ -506,9 +515,9 @@ def _occurrences(process: psutil.Process, start: int, end: int, pattern: bytes) 
     with open(f"/proc/{process.pid}/mem", "rb") as memory, contextlib.suppress(OSError):
         memory.seek(start)
         content = memory.read(end - start)
-        at = -1
-        while (at := content.find(pattern, at + 1)) >= 0:
-            yield start + at
+        position = -1
+        while (position := content.find(pattern, position + 1)) >= 0:
+            yield start + position
 
 
 def _flip(process: psutil.Process, address: int) -> None:
@@ -518,10 +527,6 @@ def _flip(process: psutil.Process, address: int) -> None:
         (byte,) = memory.read(1)
         memory.seek(address + 2)
         memory.write(bytes([byte ^ 4]))
-
-
-# Faults at the ports of a run: strangers, undecodable messages, and a port that another process has
-# taken.
 
 
 NEW_PEER = "trainer.7"
@@ -573,8 +578,8 @@ def undecodable_from_a_new_peer(run: FaultRun, random: Random) -> dict[str, str]
     """A new peer with the run's key sends an unknown message, as another version of the program
     would.
     """
-    (found,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
-    rendezvous = Rendezvous.load(found.parent)
+    (rendezvous_file,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
+    rendezvous = Rendezvous.load(rendezvous_file.parent)
     peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address)
     peer.send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
     time.sleep(0.5)
@@ -597,14 +602,14 @@ def port_stolen(run: FaultRun, random: Random) -> dict[str, str]:
     thief = socket.socket()
     thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
-    def taken() -> bool:
+    def takes_the_port() -> bool:
         with contextlib.suppress(OSError):
             thief.bind(("127.0.0.1", port))
             thief.listen()
             return True
         return False
 
-    run.wait_until(taken, f"port {port}", STARTED_S, every_s=0.001)
+    run.wait_until(takes_the_port, f"port {port}", STARTED_S, every_s=0.001)
     run.wait_until(
         lambda: run.said(f"port {port}, .* has been taken by process {os.getpid()}"),
         f"word of port {port}",
@@ -618,9 +623,6 @@ def _listening(process: psutil.Process) -> list[int]:
     return sorted(
         {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     )
-
-
-# Faults of processes: they are killed, stopped, or stopped for a while.
 
 
 PAUSE_S = 20.0
@@ -735,8 +737,8 @@ def killed_before_ready(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def _started_again(run: FaultRun, index: int, before: psutil.Process) -> bool:
-    found = run.engines(index)
-    return bool(found) and found[0] != before and bool(_schedulers(found[0]))
+    engines = run.engines(index)
+    return bool(engines) and engines[0] != before and bool(_schedulers(engines[0]))
 
 
 def paused(role: str) -> Inject:
@@ -775,9 +777,6 @@ def _schedulers(engine: psutil.Process) -> list[psutil.Process]:
         for child in engine.children(recursive=True)
         if "resource_tracker" not in " ".join(child.cmdline())
     ]
-
-
-# Faults of storage: full file systems, and damaged checkpoints.
 
 
 # remains on a full disk: enough for logs and metrics, too little for a checkpoint
@@ -849,13 +848,13 @@ def checkpoint_file(files: str, harm: Callable[[Path, Random], None]) -> Inject:
         run.launcher.terminate()
         run.exit_status(STARTED_S)
         _step, folder = complete_checkpoints(run.run_dir)[-1]
-        found = sorted(folder.glob(files))
-        chosen = found[run.launches % len(found)]
-        (run.folder / "damaged").write_text(str(chosen))
-        shutil.copy(chosen, run.folder / "whole")
-        harm(chosen, random)
+        matches = sorted(folder.glob(files))
+        target = matches[run.launches % len(matches)]
+        (run.folder / "damaged").write_text(str(target))
+        shutil.copy(target, run.folder / "whole")
+        harm(target, random)
         run.start()
-        return {"folder": re.escape(folder.name), "file": re.escape(chosen.name)}
+        return {"folder": re.escape(folder.name), "file": re.escape(target.name)}
 
     return inject
 
@@ -906,9 +905,9 @@ class Kind:
     root: bool = False
 
 
-def tool(what: str) -> Inject:
+def tool(task: str) -> Inject:
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
-        carried_out(run, TOOL, what)
+        carried_out(run, TOOL, task)
         return {}
 
     return inject

@@ -26,21 +26,21 @@ def order(folder: Path, name: str, text: str = "") -> None:
     part.rename(folder / name)
 
 
-def taken(folder: str | Path, name: str) -> str | None:
+def take_order(folder: str | Path, name: str) -> str | None:
     """Takes an order and returns its text.
 
     Returns None if there is no such order, or another process has taken it.
     """
     path = Path(folder, name)
-    mine = Path(folder, f"{name}.taken.{os.getpid()}")
+    taken_file = Path(folder, f"{name}.taken.{os.getpid()}")
     if not path.exists():
         return None
     try:
-        path.rename(mine)
+        path.rename(taken_file)
     except FileNotFoundError:
         return None
-    text = mine.read_text()
-    mine.unlink()
+    text = taken_file.read_text()
+    taken_file.unlink()
     return text
 
 
@@ -49,7 +49,7 @@ def ordered_tool(orders: str) -> str:
 
     An order can make it crash, hang, print for ever or answer too much.
     """
-    wrong = taken(orders, TOOL)
+    wrong = take_order(orders, TOOL)
     if wrong == "crash":
         os._exit(3)
     if wrong == "crash twice":  # after a crash another worker repeats the call once

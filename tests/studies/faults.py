@@ -74,21 +74,22 @@ def run(
         raise ConfigError(f"--faults {faults}: must be at least 1")
     if minutes <= 0:
         raise ConfigError(f"--minutes {minutes:g}: must be above 0")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
         raise ConfigError(f"--kinds {unknown[0]}: there is {', '.join(KINDS)}")
     folder = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-"))
     started = time.monotonic()
-    possible = here(list(kinds) or list(KINDS), small_file_systems(folder / RUN_DIR))
-    done = list(campaign(folder, plan(faults, seed, possible), seed, started + 60 * minutes))
+    possible = injectable(list(kinds) or list(KINDS), small_file_systems(folder / RUN_DIR))
+    results = list(campaign(folder, plan(faults, seed, possible), seed, started + 60 * minutes))
     facts = {
         "hardware": f"{usable_cores()} CPU cores",
         "seed": seed,
         "seconds": time.monotonic() - started,
-        "table": table(done),
-        "faults": [asdict(fault) for fault in done],
+        "table": table(results),
+        "faults": [asdict(fault) for fault in results],
     }
     print(json.dumps(facts) if as_json else render(facts))
-    if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in done):
+    if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in results):
         if os.path.ismount(folder / RUN_DIR):  # only this process's mount namespace has the folder
             shutil.copytree(folder / RUN_DIR, folder / "left", ignore_dangling_symlinks=True)
         print(
@@ -101,7 +102,7 @@ def run(
         shutil.rmtree(folder, ignore_errors=os.path.ismount(folder / RUN_DIR))
 
 
-def here(kinds: list[str], mounted: bool) -> list[str]:
+def injectable(kinds: list[str], mounted: bool) -> list[str]:
     """The kinds of faults that this process may inject. Raises ConfigError if there are none."""
     left_out = [kind for kind in kinds if KINDS[kind].root and not mounted]
     if left_out:
@@ -117,11 +118,11 @@ def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
     The result is shuffled.
     """
     random = Random(seed)
-    chosen = random.sample(kinds, min(faults, len(kinds)))
+    selected = random.sample(kinds, min(faults, len(kinds)))
     weights = [max(KINDS[kind].weight, len(kinds) == 1) for kind in kinds]
-    chosen += random.choices(kinds, weights, k=faults - len(chosen))
-    random.shuffle(chosen)
-    return chosen
+    selected += random.choices(kinds, weights, k=faults - len(selected))
+    random.shuffle(selected)
+    return selected
 
 
 def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Iterator[Fault]:
@@ -138,12 +139,13 @@ def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Ite
             if time.monotonic() > until and faults:
                 break
             time.sleep(random.uniform(0, LONGEST_WAIT_S))
-            faults.append(fault := carry_out(run, kind, random))
-            told = (
+            fault = carry_out(run, kind, random)
+            faults.append(fault)
+            line = (
                 f"{number + 1}/{len(kinds)} {kind}, step {fault.step}: {fault.outcome}, "
                 f"{fault.seconds:.0f} s"
             )
-            print(f"{told}\n{fault.problem}".rstrip(), file=sys.stderr, flush=True)
+            print(f"{line}\n{fault.problem}".rstrip(), file=sys.stderr, flush=True)
         finish(run, faults)
     finally:
         run.kill()
@@ -194,11 +196,11 @@ def end(run: FaultRun, fault: Fault, notice: str, status: int) -> None:
 
     Raises Hang; Ended if exit status or message are not the expected ones.
     """
-    found = run.exit_status(STARTED_S)
+    exit_status = run.exit_status(STARTED_S)
     fault.orphans += run.orphans()
-    if found != status or not run.said(notice):
+    if exit_status != status or not run.said(notice):
         raise Ended(
-            f"it ended with {found}, not {status}, or did not say "
+            f"it ended with {exit_status}, not {status}, or did not say "
             f"{notice!r}:\n{run.output.read_text(errors='replace')[-3000:]}"
         )
 
@@ -219,7 +221,8 @@ def finish(run: FaultRun, faults: list[Fault]) -> None:
     run.launcher.terminate()
     run.exit_status(STARTED_S)
     run.start(max_steps=run.steps + 2)
-    if (status := run.exit_status(STARTED_S)) != 0:
+    status = run.exit_status(STARTED_S)
+    if status != 0:
         raise RuntimeError(
             "the last part of the run ended with "
             f"{status}:\n{run.output.read_text(errors='replace')[-3000:]}"

@@ -21,7 +21,7 @@ from megarl.rewards.verify import math_reward
 
 
 class Pair(NamedTuple):
-    where: str
+    location: str
     reference: str
     response: str
     right: bool
@@ -59,15 +59,15 @@ def _literal(node: ast.expr) -> str | int:
 
 def main(folder: Path) -> None:
     logging.disable(logging.CRITICAL)  # math-verify logs what it cannot parse
-    found = list(pairs(folder))
-    mistaken = [pair for pair in found if _score(pair) != pair.right]
-    for right, what in (True, "right pairs accepted"), (False, "wrong pairs refused"):
-        count = sum(pair.right == right for pair in found)
+    all_pairs = list(pairs(folder))
+    mistaken = [pair for pair in all_pairs if _score(pair) != pair.right]
+    for right, title in (True, "right pairs accepted"), (False, "wrong pairs refused"):
+        count = sum(pair.right == right for pair in all_pairs)
         good = count - sum(pair.right == right for pair in mistaken)
-        print(f"{what}: {good} of {count}, {100 * good / count:.1f} %")
+        print(f"{title}: {good} of {count}, {100 * good / count:.1f} %")
     for pair in mistaken:
         print(
-            f"{pair.where} ({'right' if pair.right else 'wrong'}): {pair.reference[-80:]!r} | "
+            f"{pair.location} ({'right' if pair.right else 'wrong'}): {pair.reference[-80:]!r} | "
             f"{pair.response[-80:]!r}"
         )
 

@@ -124,7 +124,7 @@ MUTATIONS = [
 
 
 @dataclass(frozen=True)
-class Seen:
+class MutationOutcome:
     mutation: str
     by: list[str]  # tests that failed, at most three; empty if none did
     seconds: float
@@ -135,25 +135,33 @@ def run(names: Sequence[str], as_json: bool) -> None:
 
     Raises ConfigError; RuntimeError if no test noticed a mutation.
     """
-    if unknown := [name for name in names if not any(name in each.name for each in MUTATIONS)]:
+    unknown = [name for name in names if not any(name in mutation.name for mutation in MUTATIONS)]
+    if unknown:
         raise ConfigError(
-            f"--only {unknown[0]}: is part of none of: {'; '.join(each.name for each in MUTATIONS)}"
+            f"--only {unknown[0]}: is part of none of: "
+            + "; ".join(mutation.name for mutation in MUTATIONS)
         )
-    chosen = [each for each in MUTATIONS if not names or any(name in each.name for name in names)]
-    found = []
-    for seen in study(chosen):
-        found.append(seen)
+    selected = [
+        mutation
+        for mutation in MUTATIONS
+        if not names or any(name in mutation.name for name in names)
+    ]
+    outcomes = []
+    for outcome in study(selected):
+        outcomes.append(outcome)
         print(
-            f"{len(found)}/{len(chosen)} {seen.mutation}: {', '.join(seen.by) or 'NOT SEEN'}",
+            f"{len(outcomes)}/{len(selected)} {outcome.mutation}: "
+            f"{', '.join(outcome.by) or 'NOT SEEN'}",
             file=sys.stderr,
             flush=True,
         )
-    print(json.dumps([asdict(each) for each in found]) if as_json else render(found))
-    if missed := [each.mutation for each in found if not each.by]:
+    print(json.dumps([asdict(outcome) for outcome in outcomes]) if as_json else render(outcomes))
+    missed = [outcome.mutation for outcome in outcomes if not outcome.by]
+    if missed:
         raise RuntimeError(f"no test saw: {'; '.join(missed)}")
 
 
-def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
+def study(mutations: Sequence[Mutation]) -> Iterator[MutationOutcome]:
     with tempfile.TemporaryDirectory(prefix="megarl-mutations-") as folder:
         copy = Path(folder)
         for name in COPIED:
@@ -167,20 +175,24 @@ def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
             else:
                 shutil.copy2(ROOT / name, copy / name)
         every = sorted({name for mutation in mutations for name in mutation.tests})
-        if wrong := failures(every, copy):
+        wrong = failures(every, copy)
+        if wrong:
             raise RuntimeError(f"tests fail though nothing is broken: {', '.join(wrong)}")
         for mutation in mutations:
             file = copy / mutation.file
-            began = time.monotonic()
+            start_s = time.monotonic()
             text = file.read_text()
             file.write_text(broken(mutation, text))
-            yield Seen(mutation.name, failures(mutation.tests, copy), time.monotonic() - began)
+            yield MutationOutcome(
+                mutation.name, failures(mutation.tests, copy), time.monotonic() - start_s
+            )
             file.write_text(text)
 
 
 def broken(mutation: Mutation, text: str) -> str:
     """`text` with the mutation. Raises RuntimeError unless the text to replace occurs once."""
-    if (count := text.count(mutation.now)) != 1:
+    count = text.count(mutation.now)
+    if count != 1:
         raise RuntimeError(
             f"{mutation.file} has {mutation.now.strip()!r} {count} times, must have it once"
         )
@@ -214,9 +226,9 @@ def failures(tests: Sequence[str], copy: Path) -> list[str]:
     return re.findall(r"^FAILED tests/\S+::(\w+)", ended.stdout, re.MULTILINE)
 
 
-def render(found: Sequence[Seen]) -> str:
+def render(outcomes: Sequence[MutationOutcome]) -> str:
     rows = [
-        f"| {each.mutation} | {', '.join(dict.fromkeys(each.by)) or '**no test**'} |"
-        for each in found
+        f"| {outcome.mutation} | {', '.join(dict.fromkeys(outcome.by)) or '**no test**'} |"
+        for outcome in outcomes
     ]
     return "\n".join(["| broken | seen by |", "|---|---|", *rows])

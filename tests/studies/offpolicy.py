@@ -6,6 +6,11 @@ Every run is a `megarl train` with the shipped program. Runs with the same seed 
 the same warm start. Each run's result is kept in result.json in its folder, and its weights are
 removed. The same command continues an interrupted study: it keeps complete runs, continues
 interrupted ones, and repeats failed ones.
+
+The settings vary what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary. All runs of a part
+have the same number of samples and of optimizer steps. A run with N mini-batches samples N of them
+at once from one version of the weights. Then it makes N optimizer steps, so the weights of its last
+step are N - 1 updates newer than its data (section 3.1 there).
 """
 
 from __future__ import annotations
@@ -45,14 +50,6 @@ from megarl.rewards.score import (
 from megarl.rewards.verify import VERIFIERS
 from megarl.roles.plan import roles_of
 from megarl.roles.settings import REWARD_MODEL, role_of
-
-# The runs of `python tests/studies offpolicy`. Their settings vary what Noukhovitch et al.
-# (arXiv:2410.18252) and LlamaRL vary.
-#
-# All runs of a part have the same number of samples and of optimizer steps. A run with N
-# mini-batches samples N of them at once from one version of the weights. Then it makes N optimizer
-# steps, so the weights of its last step are N - 1 updates newer than its data (section 3.1 there).
-
 
 UPDATES = 96  # optimizer steps on new samples; a multiple of every number of mini-batches
 SAMPLES_PER_UPDATE = 128
@@ -214,13 +211,6 @@ PARTS = {
 }
 
 
-# The outcome of a run: how good the policy is, and how far it has moved from its initial weights.
-#
-# Transformers measures it on a Hugging Face checkpoint, independently of the code that trained it.
-# Responses are sampled at temperature 1. The KL divergence at each position is over the whole
-# vocabulary, so it is exact given the response.
-
-
 AT_ONCE = 256
 
 
@@ -252,17 +242,18 @@ def judge_of(config: RunConfig) -> Callable[[str, Prompt], float]:
         raise ConfigError(
             "data.eval=null: policies are judged on held-out prompts: set data.eval.source"
         )
-    [part, *more] = parts_in_evaluation(config)
-    if part.role is not None or more:
+    [part, *other_parts] = parts_in_evaluation(config)
+    if part.role is not None or other_parts:
         raise ConfigError(f"{part.setting}: policies are judged by one rule: set eval.reward")
-    if verify := VERIFIERS.get(part.name):
+    verify = VERIFIERS.get(part.name)
+    if verify:
         return lambda response, prompt: score_of(verify(response, prompt.answer)).reward
     function = find_callable(part.name, part.setting, VERIFIERS)
-    wanted = parameters_of(function, part.setting)
+    parameters = parameters_of(function, part.setting)
 
     def judge(response: str, prompt: Prompt) -> float:
         request = ScoreRequest(response, prompt.answer, prompt.text)
-        return score_of(function(**dict(zip(wanted, arguments_of(request, wanted))))).reward
+        return score_of(function(**dict(zip(parameters, arguments_of(request, parameters))))).reward
 
     return judge
 
@@ -276,9 +267,14 @@ def measure(
     max_tokens: int,
     seed: int,
 ) -> Quality:
-    """Samples one response to each prompt from the checkpoint in `policy`."""
+    """Measures the policy's quality, and how far it has moved from its initial weights.
+
+    Transformers samples one response at temperature 1 to each prompt from the Hugging Face
+    checkpoint in `policy`, independently of the code that trained it. The KL divergence at each
+    position is over the whole vocabulary, so it is exact given the response.
+    """
     torch.manual_seed(seed)
-    own = _load(policy)
+    policy_model = _load(policy)
     first = _load(initial)
     proxy = reward_model and plain.load(reward_model)
     tokenizer = held_out.tokenizer
@@ -288,34 +284,38 @@ def measure(
     surprise = []
     lengths = []
     for start in range(0, len(held_out.prompts), AT_ONCE):
-        some = held_out.prompts[start : start + AT_ONCE]
-        ids, mask = _padded([prompt.token_ids for prompt in some])
-        full, counted = _sample(own, ids, mask, tokenizer.eos_ids, max_tokens)
-        here = slice(ids.shape[1] - 1, -1)
+        prompts = held_out.prompts[start : start + AT_ONCE]
+        ids, mask = _padded([prompt.token_ids for prompt in prompts])
+        full, counted = _sample(policy_model, ids, mask, tokenizer.eos_ids, max_tokens)
+        response_positions = slice(ids.shape[1] - 1, -1)
         log_pi, log_first = (
-            _logits(model, full, torch.cat([mask, counted], 1))[:, here].double().log_softmax(-1)
-            for model in (own, first)
+            _logits(model, full, torch.cat([mask, counted], 1))[:, response_positions]
+            .double()
+            .log_softmax(-1)
+            for model in (policy_model, first)
         )
         responses = full[:, ids.shape[1] :]
         divergence += ((log_pi.exp() * (log_pi - log_first)).sum(-1) * counted).sum(1).tolist()
         surprise += (-log_first.gather(2, responses[:, :, None])[:, :, 0] * counted).sum(1).tolist()
         lengths += counted.sum(1).tolist()
-        each = [
+        token_rows = [
             row[:length] for row, length in zip(responses.tolist(), lengths[start:], strict=True)
         ]
         texts += [
             tokenizer.decode([token for token in row if token not in tokenizer.eos_ids])
-            for row in each
+            for row in token_rows
         ]
         if proxy:
             proxy_scores += plain.scores(
-                proxy, [[*prompt.token_ids, *row] for prompt, row in zip(some, each)]
+                proxy, [[*prompt.token_ids, *row] for prompt, row in zip(prompts, token_rows)]
             ).tolist()
-    scores, others = (
-        [*map(held_out.judge, each, held_out.prompts)] for each in (texts, held_out.demonstrations)
+    scores, demonstration_scores = (
+        [*map(held_out.judge, answers, held_out.prompts)]
+        for answers in (texts, held_out.demonstrations)
     )
     wins = [
-        (score > other) + (score == other) / 2 for score, other in zip(scores, others, strict=True)
+        (score > reference) + (score == reference) / 2
+        for score, reference in zip(scores, demonstration_scores, strict=True)
     ]
     perplexity = math.exp(sum(surprise) / sum(lengths))
     return Quality(
@@ -366,15 +366,13 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
 
 
-# Pictures of `python tests/studies offpolicy`: score against divergence, as in figures 3 to 5 of
-# arXiv:2410.18252.
-
-
 COLOURS = ("#2f6fab", "#c26a2d", "#3b8f6b", "#8c5a8c", "#d9a441", "#9a9a9a", "#b03a48")
 
 
 def draw(facts: Mapping[str, Any], path: str) -> None:
-    """Writes `path`: a panel for each part.
+    """Writes `path`: score against divergence, a panel for each part.
+
+    As in figures 3 to 5 of arXiv:2410.18252.
 
     Lines are runs, and points their last weights, larger with more mini-batches or a longer lag.
     """
@@ -395,20 +393,20 @@ def _draw_part(panel: Any, part: str, results: Sequence[Mapping[str, Any]]) -> N
     by = {"policies": "policy", "asynchrony": "policy", "reward_models": "reward_model"}.get(
         part, "algorithm"
     )
-    for name, colour in zip(dict.fromkeys(each[by] for each in results), COLOURS):
-        own = [each for each in results if each[by] == name]
-        for each in own:
+    for name, colour in zip(dict.fromkeys(result[by] for result in results), COLOURS):
+        group_results = [result for result in results if result[by] == name]
+        for result in group_results:
             panel.plot(
-                [point["kl"] for point in each["curve"]],
-                [point["score"] for point in each["curve"]],
+                [point["kl"] for point in result["curve"]],
+                [point["score"] for point in result["curve"]],
                 color=colour,
                 alpha=0.3,
                 lw=0.8,
             )
-        last = [each["curve"][-1] for each in own]
+        last = [result["curve"][-1] for result in group_results]
         sizes = [
-            18 * (1 + each["minibatches"] * each["epochs"] + each["capacity"]) ** 0.7
-            for each in own
+            18 * (1 + result["minibatches"] * result["epochs"] + result["capacity"]) ** 0.7
+            for result in group_results
         ]
         panel.scatter(
             [point["kl"] for point in last],
@@ -424,9 +422,6 @@ def _draw_part(panel: Any, part: str, results: Sequence[Mapping[str, Any]]) -> N
     panel.legend(frameon=False, fontsize=7)
 
 
-# The tables of `python tests/studies offpolicy`: one for each part, in Markdown.
-
-
 Result = Mapping[str, Any]
 NEEDED = (
     "score of the last weights (range over seeds) at their divergence from the first in nats "
@@ -439,10 +434,11 @@ LEARNED = (
 
 
 def render(facts: Mapping[str, Any]) -> str:
-    found = [RENDER[part](results) for part, results in facts["parts"].items() if results]
-    if models := facts.get("reward_models"):
-        found.append(_reward_model_table(models))
-    return "\n\n".join(found) or "no run is complete"
+    lines = [RENDER[part](results) for part, results in facts["parts"].items() if results]
+    models = facts.get("reward_models")
+    if models:
+        lines.append(_reward_model_table(models))
+    return "\n\n".join(lines) or "no run is complete"
 
 
 def _reward_model_table(models: Sequence[Result]) -> str:
@@ -452,9 +448,9 @@ def _reward_model_table(models: Sequence[Result]) -> str:
         "| | seed | `megarl reward-model` | plain PyTorch |",
     ]
     rows = (
-        f"| {each['size']} | {each['seed']} | {each['accuracy']:.3f} | "
-        f"{each['accuracy_plain']:.3f} |"
-        for each in models
+        f"| {model['size']} | {model['seed']} | {model['accuracy']:.3f} | "
+        f"{model['accuracy_plain']:.3f} |"
+        for model in models
     )
     return "\n".join([*lines, "|---|---|---|---|", *rows])
 
@@ -466,7 +462,7 @@ def _grid(
     column: Callable[[Result], str],
 ) -> str:
     """A table with a cell for each pair of row and column, over seeds."""
-    rows, columns = (list(dict.fromkeys(map(of, results))) for of in (row, column))
+    rows, columns = (list(dict.fromkeys(map(key, results))) for key in (row, column))
     learned = LEARNED if results[0]["curve"][-1].get("proxy") is not None else ""
     lines = [
         f"**{title}** {NEEDED}{learned}",
@@ -476,8 +472,14 @@ def _grid(
     ]
     for name in rows:
         cells = [
-            _cell([each for each in results if (row(each), column(each)) == (name, other)])
-            for other in columns
+            _cell(
+                [
+                    result
+                    for result in results
+                    if (row(result), column(result)) == (name, column_name)
+                ]
+            )
+            for column_name in columns
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -486,15 +488,15 @@ def _grid(
 def _cell(results: Sequence[Result]) -> str:
     if not results:
         return "–"
-    last = [each["curve"][-1] for each in results]
+    last = [result["curve"][-1] for result in results]
     scores = [point["score"] for point in last]
     divergence = statistics.fmean(point["kl"] for point in last)
     spread = f" ({min(scores):.2f}–{max(scores):.2f})" if len(scores) > 1 else ""
-    found = f"{statistics.fmean(scores):.3f}{spread} at {divergence:.2f}"
+    text = f"{statistics.fmean(scores):.3f}{spread} at {divergence:.2f}"
     if last[0].get("proxy") is None:
-        return found
+        return text
     wins, proxy = (statistics.fmean(point[key] for point in last) for key in ("win_rate", "proxy"))
-    return f"{found} [{wins:.0%}, {proxy:.2f}]"
+    return f"{text} [{wins:.0%}, {proxy:.2f}]"
 
 
 def _timed(
@@ -507,10 +509,13 @@ def _timed(
     table = _grid(title, results, row, column)
     times = []
     for name in dict.fromkeys(map(row, results)):
-        by_column = {column(each): each for each in results if row(each) == name}
+        by_column = {column(result): result for result in results if row(result) == name}
         times.append(
             f"{name}: "
-            + ", ".join(f"{each['step_s']:.3f} s ({other})" for other, each in by_column.items())
+            + ", ".join(
+                f"{result['step_s']:.3f} s ({column_name})"
+                for column_name, result in by_column.items()
+            )
         )
     return f"{table}\n\nMedian seconds of a step: {'; '.join(times)}."
 
@@ -521,43 +526,43 @@ def _minibatches(result: Result) -> str:
 
 RENDER: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "losses": lambda results: _grid(
-        "Losses by mini-batches:", results, lambda each: each["algorithm"], _minibatches
+        "Losses by mini-batches:", results, lambda result: result["algorithm"], _minibatches
     ),
     "lags": lambda results: _grid(
         "With and without correction:",
         results,
-        lambda each: each["algorithm"],
-        lambda each: f"lag {each['capacity']}",
+        lambda result: result["algorithm"],
+        lambda result: f"lag {result['capacity']}",
     ),
     "policies": lambda results: _grid(
-        "Sizes of policies, online_dpo:", results, lambda each: each["policy"], _minibatches
+        "Sizes of policies, online_dpo:", results, lambda result: result["policy"], _minibatches
     ),
     "reward_models": lambda results: _grid(
         "Sizes of reward models, online_dpo:",
         results,
-        lambda each: each["reward_model"],
+        lambda result: result["reward_model"],
         _minibatches,
     ),
     "epochs": lambda results: _grid(
         "Updates a batch, online_dpo:",
         results,
-        lambda each: each["algorithm"],
-        lambda each: f"T={each['epochs']}",
+        lambda result: result["algorithm"],
+        lambda result: f"T={result['epochs']}",
     ),
     "samples": lambda results: _grid(
         "Samples to a prompt, online_dpo:",
         results,
-        lambda each: each["algorithm"],
-        lambda each: (
-            f"K={each['samples']}"
-            + (", half the updates and learning rate" if each["halved"] else "")
+        lambda result: result["algorithm"],
+        lambda result: (
+            f"K={result['samples']}"
+            + (", half the updates and learning rate" if result["halved"] else "")
         ),
     ),
     "asynchrony": lambda results: _timed(
         "Synchronous and one step behind, online_dpo:",
         results,
-        lambda each: each["policy"],
-        lambda each: "synchronous" if each["capacity"] == 0 else "one step behind",
+        lambda result: result["policy"],
+        lambda result: "synchronous" if result["capacity"] == 0 else "one step behind",
     ),
 }
 
@@ -603,11 +608,11 @@ class Study:
     def of_run(self, cell: Cell) -> list[str]:
         common = self.common(cell)
         learning_rate = load_config(self.config, common).trainer.optimizer.lr
-        kept = [
+        options = [
             f"checkpoint.hf_every={max(1, cell.steps // CURVE_POINTS)}",
             f"run_dir={self.folder(cell)}",
         ]
-        return [*common, *cell.overrides(learning_rate, penalised=self.learned), *kept]
+        return [*common, *cell.overrides(learning_rate, penalised=self.learned), *options]
 
     def prepare(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         """Makes models, warm starts and reward models, and returns how good the reward models are.
@@ -626,10 +631,11 @@ class Study:
             else []
         )
         for cell in (*cells, *judges):
-            if (own := SIZES[cell.policy]) is not None:
-                _write_model(Path(settings.model.path), self.runs / "models" / cell.policy, own)
+            size = SIZES[cell.policy]
+            if size is not None:
+                _write_model(Path(settings.model.path), self.runs / "models" / cell.policy, size)
             load_config(self.config, self.of_run(cell))
-        for cell in {(each.policy, each.seed): each for each in (*cells, *judges)}.values():
+        for cell in {(cell.policy, cell.seed): cell for cell in (*cells, *judges)}.values():
             run_megarl(
                 "sft",
                 self.config,
@@ -655,7 +661,7 @@ class Study:
             run_megarl("reward-model", self.config, overrides, run_dir)
         if not path.exists():
             config = load_config(self.config, overrides)
-            found = {
+            facts = {
                 "size": cell.reward_model,
                 "seed": cell.seed,
                 "accuracy": read_metrics(run_dir / "reward_model" / METRICS_FILE)[-1][
@@ -663,7 +669,7 @@ class Study:
                 ],
                 "accuracy_plain": plain.accuracy(plain.train(config, self.initial(cell)), config),
             }
-            write_whole(path, json.dumps(found))
+            write_whole(path, json.dumps(facts))
         return _read(path)
 
     def result(self, cell: Cell) -> dict[str, Any]:
@@ -676,8 +682,8 @@ class Study:
             print(cell.name, file=sys.stderr, flush=True)
             run_megarl("train", self.config, self.of_run(cell), self.folder(cell))
             with self.measuring:
-                found = self._found(cell, load_config(self.config, self.of_run(cell)))
-            write_whole(path, json.dumps(found))
+                measured = self._found(cell, load_config(self.config, self.of_run(cell)))
+            write_whole(path, json.dumps(measured))
             for name in ("checkpoints", "hf"):
                 shutil.rmtree(self.folder(cell) / name, ignore_errors=True)
         return _read(path)
@@ -695,16 +701,21 @@ class Study:
         shown = [rows[place].demonstration for place in range(len(prompts))]
         held_out = HeldOut(
             prompts,
-            [each if isinstance(each, str) else each[-1] for each in shown],
+            [answer if isinstance(answer, str) else answer[-1] for answer in shown],
             tokenizer,
             judge_of(config),
         )
-        models = self.initial(cell), self.reward_model(cell) if self.learned else None
-        rest = *models, held_out, config.rollout.max_tokens, cell.seed
-        curve = [{"updates": 0, **asdict(measure(self.initial(cell), *rest))}]
+        settings = {
+            "initial": self.initial(cell),
+            "reward_model": self.reward_model(cell) if self.learned else None,
+            "held_out": held_out,
+            "max_tokens": config.rollout.max_tokens,
+            "seed": cell.seed,
+        }
+        curve = [{"updates": 0, **asdict(measure(self.initial(cell), **settings))}]
         for weights in sorted((self.folder(cell) / "hf").glob("step_*")):
             updates = int(weights.name.removeprefix("step_")) * cell.minibatches
-            curve.append({"updates": updates, **asdict(measure(weights, *rest))})
+            curve.append({"updates": updates, **asdict(measure(weights, **settings))})
         metrics = read_metrics(self.folder(cell) / METRICS_FILE)
         last = max(1, LAST_SAMPLES // (config.rollout.prompts_per_step * config.rollout.n))
         return {
@@ -732,7 +743,8 @@ def run(
 
     `lanes` runs go side by side. Raises ConfigError; RuntimeError, at the end, if runs have failed.
     """
-    if unknown := [part for part in parts if part not in PARTS]:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
         raise ConfigError(f"--parts {','.join(unknown)}: must be of {', '.join(PARTS)}")
     settings = load_config(config, overrides)
     learned = any(role_of(name, role) == REWARD_MODEL for name, role in roles_of(settings).items())
@@ -741,17 +753,17 @@ def run(
             f"--parts {OF_REWARD_MODELS}: needs a reward model in `roles`; {config} has none"
         )
     study = Study(config, overrides, runs, learned)
-    chosen = list(parts or [part for part in PARTS if learned or part != OF_REWARD_MODELS])
+    selected = list(parts or [part for part in PARTS if learned or part != OF_REWARD_MODELS])
     cells = {
-        cell.name: cell for seed in range(seeds) for part in chosen for cell in PARTS[part](seed)
+        cell.name: cell for seed in range(seeds) for part in selected for cell in PARTS[part](seed)
     }
     reward_models = study.prepare(list(cells.values()))
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
 
     def make(cell: Cell) -> None:
         try:
-            found[cell.name] = study.result(cell)
+            results[cell.name] = study.result(cell)
         except (RuntimeError, OSError) as error:  # one failed run must not end the study
             failures.append(f"{cell.name}: {error}")
 
@@ -760,15 +772,15 @@ def run(
         list(pool.map(make, cells.values()))
     by_part = {
         part: [
-            found[cell.name]
+            results[cell.name]
             for seed in range(seeds)
             for cell in PARTS[part](seed)
-            if cell.name in found
+            if cell.name in results
         ]
-        for part in chosen
+        for part in selected
     }
-    given = {"config": config, "overrides": list(overrides)}
-    facts: Mapping[str, Any] = given | {
+    source = {"config": config, "overrides": list(overrides)}
+    facts: Mapping[str, Any] = source | {
         "reward_models": reward_models,
         "parts": by_part,
         "failures": failures,
@@ -792,12 +804,12 @@ def _of_reward_model(cell: Cell) -> Cell:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        facts = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise RuntimeError(
             f"{path}: is damaged ({error}); remove {path.parent} to make it again"
         ) from error
-    return found
+    return facts
 
 
 def _write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:

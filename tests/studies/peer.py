@@ -117,13 +117,16 @@ def _megarl_step_s(config: str, overrides: list[str], steps: int, folder: Path) 
 
 
 def _trl_step_s(settings: Settings, python: str, folder: Path) -> float:
-    given = folder / "trl.json"
-    taken = folder / "trl_steps.json"
-    given.write_text(json.dumps(asdict(settings)), encoding="utf-8")
+    settings_file = folder / "trl.json"
+    times_file = folder / "trl_steps.json"
+    settings_file.write_text(json.dumps(asdict(settings)), encoding="utf-8")
     with open(folder / "trl.log", "wb") as log:
         status = subprocess.run(
-            [python, str(SCRIPT), str(given), str(taken)], stdout=log, stderr=log, timeout=LONGEST_S
+            [python, str(SCRIPT), str(settings_file), str(times_file)],
+            stdout=log,
+            stderr=log,
+            timeout=LONGEST_S,
         ).returncode
     if status != 0:
         raise RuntimeError(f"TRL ended with exit status {status}; see {folder / 'trl.log'}")
-    return statistics.median(json.loads(taken.read_text(encoding="utf-8"))[WARM_UP_STEPS:])
+    return statistics.median(json.loads(times_file.read_text(encoding="utf-8"))[WARM_UP_STEPS:])

@@ -57,11 +57,11 @@ def load(folder: Path) -> Any:
 
 def _adamw(model: Any, settings: AdamConfig) -> torch.optim.AdamW:
     """Only matrices decay, as in Megatron."""
-    matrices, others = (
-        [each for each in model.parameters() if (each.ndim > 1) == matrix]
+    matrices, vectors = (
+        [parameter for parameter in model.parameters() if (parameter.ndim > 1) == matrix]
         for matrix in (True, False)
     )
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
     )
@@ -73,9 +73,11 @@ def learning_rate(settings: AdamConfig, step: int, steps: int) -> float:
         return settings.lr * step / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.lr
-    done = (step - settings.warmup_steps) / (steps - settings.warmup_steps)
-    left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
+    progress = (step - settings.warmup_steps) / (steps - settings.warmup_steps)
+    factor = (
+        1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    )
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * factor)
 
 
 @torch.no_grad()
@@ -84,28 +86,35 @@ def accuracy(model: Any, config: RunConfig) -> float:
     pairs = load_pairs(
         config, evaluated_pairs(config.reward_model), "reward_model.eval", find_spec(config)
     )
-    each = [pairs[number] for number in range(len(pairs))]
+    subset = [pairs[number] for number in range(len(pairs))]
     right = sum(
-        int((differences(model, config, each[at : at + AT_ONCE]) > 0).sum())
-        for at in range(0, len(each), AT_ONCE)
+        int((differences(model, config, subset[start : start + AT_ONCE]) > 0).sum())
+        for start in range(0, len(subset), AT_ONCE)
     )
-    return right / len(each)
+    return right / len(subset)
 
 
 def differences(model: Any, config: RunConfig, pairs: Sequence[Pair]) -> torch.Tensor:
     """[B]: the chosen response's score minus the other's, minus the margin."""
     tokenizer = load_tokenizer(config.model)
     context = model.config.max_position_embeddings
-    both = [pair_tokens(pair, tokenizer, context) for pair in pairs]
-    found = scores(model, [chosen for chosen, _ in both] + [rejected for _, rejected in both])
-    return found[: len(pairs)] - found[len(pairs) :] - torch.tensor([pair.margin for pair in pairs])
+    token_pairs = [pair_tokens(pair, tokenizer, context) for pair in pairs]
+    pair_scores = scores(
+        model,
+        [preferred for preferred, _ in token_pairs] + [rejected for _, rejected in token_pairs],
+    )
+    return (
+        pair_scores[: len(pairs)]
+        - pair_scores[len(pairs) :]
+        - torch.tensor([pair.margin for pair in pairs])
+    )
 
 
 def scores(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """[B]: the head's value at each sequence's last token."""
     lengths = torch.tensor(list(map(len, sequences)))
     ids = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(each) for each in sequences], batch_first=True
+        [torch.tensor(sequence) for sequence in sequences], batch_first=True
     )
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -40,7 +40,7 @@ STEPS = 24
 
 
 @dataclass(frozen=True)
-class Compared:
+class PublishedRow:
     table: str
     row: str
     held_out: bool
@@ -50,25 +50,25 @@ class Compared:
 
 
 def run(as_json: bool) -> None:
-    found = [*planned_rows(), *measured_rows()]
-    print(json.dumps([asdict(each) for each in found]) if as_json else "\n".join(render(found)))
+    rows = [*planned_rows(), *measured_rows()]
+    print(json.dumps([asdict(row) for row in rows]) if as_json else "\n".join(render(rows)))
 
 
-def planned_rows() -> list[Compared]:
+def planned_rows() -> list[PublishedRow]:
     """LlamaRL's rows are scaled by the factor of its fitted rows, because only ratios count."""
-    found: list[Compared] = []
+    rows: list[PublishedRow] = []
     for table in TABLES[:2]:
         sides = [row.sides(FIT) for row in table if isinstance(row, RlRow)]
-        of_means = [each.step_s() for each in sides]
-        of_events = [simulated_s(each) for each in sides]
+        of_means = [side.step_s() for side in sides]
+        of_events = [simulated_s(side) for side in sides]
         for row in table:
             print(row.name, file=sys.stderr)
         scale = [
             _factor(table, times) if table[0].table == "LlamaRL" else 1.0
             for times in (of_means, of_events)
         ]
-        found += [
-            Compared(
+        rows += [
+            PublishedRow(
                 row.table,
                 row.name,
                 bool(index % 2),
@@ -78,7 +78,7 @@ def planned_rows() -> list[Compared]:
             )
             for index, row in enumerate(table)
         ]
-    return found
+    return rows
 
 
 def _factor(table: Sequence, times: Sequence[float]) -> float:
@@ -142,7 +142,7 @@ ASYNC_RLHF = {
 
 
 @dataclass(frozen=True)
-class Whole:
+class EqualLengths:
     """All responses are equally long: the paper gives a batch's time, not its lengths."""
 
     longest: int = 100
@@ -151,52 +151,52 @@ class Whole:
         return [self.longest] * n
 
 
-def measured_rows() -> list[Compared]:
-    found = []
+def measured_rows() -> list[PublishedRow]:
+    rows = []
     for name, (generate_s, train_s, in_turns_s, beside_s) in ASYNC_RLHF.items():
-        for capacity, published_s, how in (
+        for capacity, published_s, mode in (
             (0, in_turns_s, "in turns"),
             (1, beside_s, "side by side"),
         ):
             speed = Speed(
-                lambda running, context: generate_s / Whole.longest,
+                lambda running, context: generate_s / EqualLengths.longest,
                 lambda tokens, length: 0.0,
                 1e9,
                 1024,
             )
             config = RunConfig(
                 async_=AsyncConfig(capacity, partial_rollout="block"),
-                rollout=RolloutConfig(prompts_per_step=64, n=4, max_tokens=Whole.longest),
+                rollout=RolloutConfig(prompts_per_step=64, n=4, max_tokens=EqualLengths.longest),
                 generator=GeneratorConfig(engines=1, max_concurrency=1024),
-                plan=PlanConfig(prompt_tokens=10, response_tokens=Whole.longest),
+                plan=PlanConfig(prompt_tokens=10, response_tokens=EqualLengths.longest),
                 max_steps=STEPS,
             )
             time_s = mean_step_s(
-                config, lambda plan, unit: Models(speed, lambda batch: train_s, 0.0, 0.0), Whole()
+                config,
+                lambda plan, unit: Models(speed, lambda batch: train_s, 0.0, 0.0),
+                EqualLengths(),
             )
             planned_s = max(generate_s, train_s) if capacity else generate_s + train_s
-            found.append(
-                Compared("Async RLHF", f"{name}, {how}", True, published_s, planned_s, time_s)
+            rows.append(
+                PublishedRow("Async RLHF", f"{name}, {mode}", True, published_s, planned_s, time_s)
             )
-    return found
+    return rows
 
 
-def render(found: Sequence[Compared]) -> list[str]:
+def render(rows: Sequence[PublishedRow]) -> list[str]:
     """Markdown."""
     lines = ["| row | use | published s | from means | simulated |", "|---|---|---|---|---|"]
-    for each in found:
+    for row in rows:
         errors = (
-            f"{time:.4g} ({time / each.published_s - 1:+.0%})"
-            for time in (each.planned_s, each.simulated_s)
+            f"{time:.4g} ({time / row.published_s - 1:+.0%})"
+            for time in (row.planned_s, row.simulated_s)
         )
-        use = "held out" if each.held_out else "fitted"
+        use = "held out" if row.held_out else "fitted"
         lines.append(
-            f"| {each.table}, {each.row} | {use} | {each.published_s:.4g} | {' | '.join(errors)} |"
+            f"| {row.table}, {row.row} | {use} | {row.published_s:.4g} | {' | '.join(errors)} |"
         )
     for name in ("planned_s", "simulated_s"):
-        errors = [
-            abs(getattr(each, name) / each.published_s - 1) for each in found if each.held_out
-        ]
+        errors = [abs(getattr(row, name) / row.published_s - 1) for row in rows if row.held_out]
         lines.append(
             f"{name}: median error of held-out rows {statistics.median(errors):.0%}, largest "
             f"{max(errors):.0%}"

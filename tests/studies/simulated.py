@@ -49,7 +49,7 @@ MOST_STARTS = 3
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     name: str
     real_step_s: float
     simulated_step_s: float
@@ -71,16 +71,16 @@ def run(
     if kills:
         make_with_kills(kills[0], kills[1], kills[2:])
         folders = [kills[1]]
-    found = (
+    comparisons = (
         [of_run(Path(folder)) for folder in folders] if folders else of_cells(steps, step_s, lanes)
     )
     if as_json:
-        print(json.dumps([asdict(each) for each in found]))
+        print(json.dumps([asdict(comparison) for comparison in comparisons]))
     else:
-        print(*render(found), sep="\n")
+        print(*render(comparisons), sep="\n")
 
 
-def of_cells(steps: int, step_s: float, lanes: int) -> list[Compared]:
+def of_cells(steps: int, step_s: float, lanes: int) -> list[ComparedRun]:
     with tempfile.TemporaryDirectory() as folder:
         cells = [cell for _, cell in grid(step_s, steps, folder)]
         real = run_cells(
@@ -89,12 +89,12 @@ def of_cells(steps: int, step_s: float, lanes: int) -> list[Compared]:
     return [compare(cell.name, rows, simulated(cell)) for cell, rows in zip(cells, real)]
 
 
-def of_run(folder: Path) -> Compared:
+def of_run(folder: Path) -> ComparedRun:
     """Simulates a run with its own times and lengths."""
     samples = folder / "rollouts" / "samples.jsonl"
     config = load_config(folder / "config.yaml", [f"plan.simulation.lengths={samples}"])
     events = RunReader(folder, 1).read()
-    found = simulate(
+    simulation = simulate(
         resolve(config, "plan"),
         lambda plan, unit: measured_models(plan, unit, folder),
         failures=failures_of(events),
@@ -107,14 +107,16 @@ def of_run(folder: Path) -> Compared:
                 by_step[group["step"]][group["step"] - version] += tokens
     real = [{**row, "ages": by_step[row["step"]]} for row in read_metrics(folder / METRICS_FILE)]
     trained = [
-        (began, began + took)
-        for kind, began, took, *_ in events["lanes"]["trainer.0"]
+        (start_s, start_s + took)
+        for kind, start_s, took, *_ in events["lanes"]["trainer.0"]
         if kind == "train"
     ]
-    first = found.rows[0]
+    first = simulation.rows[0]
     took_s = max(trained)[1] - min(trained)[0]
-    end_error = (found.rows[-1]["wall_s"] - first["wall_s"] + first["time/train_s"]) / took_s - 1
-    return replace(compare(folder.name, real, with_ages(found)), end_error=end_error)
+    end_error = (
+        simulation.rows[-1]["wall_s"] - first["wall_s"] + first["time/train_s"]
+    ) / took_s - 1
+    return replace(compare(folder.name, real, with_ages(simulation)), end_error=end_error)
 
 
 def failures_of(events: dict[str, Any]) -> Failures:
@@ -124,15 +126,19 @@ def failures_of(events: dict[str, Any]) -> Failures:
     """
     origin_s = _first_update_s(events, -math.inf)
     away = {
-        (lane, round(began, 1)): took
+        (lane, round(start_s, 1)): took
         for lane, spans in events["lanes"].items()
-        for kind, began, took, *_ in spans
+        for kind, start_s, took, *_ in spans
         if kind == "away"
     }
     lost = [(mark["who"], mark["at"]) for mark in events["marks"] if mark["what"] == "lost"]
     engines = [
-        (at - origin_s, int(who.removeprefix("engine.")), away.get((who, round(at, 1)), math.inf))
-        for who, at in lost
+        (
+            lost_s - origin_s,
+            int(lost_lane.removeprefix("engine.")),
+            away.get((lost_lane, round(lost_s, 1)), math.inf),
+        )
+        for lost_lane, lost_s in lost
     ]
     ends = [
         mark["at"]
@@ -141,15 +147,15 @@ def failures_of(events: dict[str, Any]) -> Failures:
     ]
     return Failures(
         tuple(sorted(engines)),
-        tuple((at - origin_s, _first_update_s(events, at) - at) for at in ends),
+        tuple((lost_s - origin_s, _first_update_s(events, lost_s) - lost_s) for lost_s in ends),
     )
 
 
 def _first_update_s(events: dict[str, Any], after_s: float) -> float:
     return min(
-        began
-        for kind, began, *_ in events["lanes"]["trainer.0"]
-        if kind == "write weights" and began >= after_s
+        start_s
+        for kind, start_s, *_ in events["lanes"]["trainer.0"]
+        if kind == "write weights" and start_s >= after_s
     )
 
 
@@ -198,8 +204,9 @@ def _kill(launcher: int, command: str) -> None:
     raise SystemExit(f"no process to kill: {command}")
 
 
-def compare(name: str, real: Rows, rows: Rows) -> Compared:
-    (real_step, real_waits), (step, waits) = of_rows(real), of_rows(rows)
+def compare(name: str, real: Rows, rows: Rows) -> ComparedRun:
+    real_step, real_waits = of_rows(real)
+    step, waits = of_rows(rows)
     of_real = ages(real)
     of_simulated = ages(rows)
     distance = (
@@ -209,8 +216,8 @@ def compare(name: str, real: Rows, rows: Rows) -> Compared:
         )
         / 2
     )
-    wait_error = max(abs(one - other) for one, other in zip(waits, real_waits)) / real_step
-    return Compared(name, real_step, step, step / real_step - 1, wait_error, distance)
+    wait_error = max(abs(one - real_wait) for one, real_wait in zip(waits, real_waits)) / real_step
+    return ComparedRun(name, real_step, step, step / real_step - 1, wait_error, distance)
 
 
 def of_rows(rows: Rows) -> tuple[float, list[float]]:
@@ -230,8 +237,11 @@ def simulated(cell: Cell) -> Rows:
     )
 
 
-def with_ages(found: SimulationTotals) -> Rows:
-    return [{**row, "ages": own} for row, own in zip(found.rows, found.ages_of_steps)]
+def with_ages(totals: SimulationTotals) -> Rows:
+    return [
+        {**row, "ages": ages_of_step}
+        for row, ages_of_step in zip(totals.rows, totals.ages_of_steps)
+    ]
 
 
 def plan_of(cell: Cell) -> RunPlan:
@@ -261,18 +271,18 @@ def models_of(cell: Cell) -> Models:
     return Models(speed, lambda batch: cell.train_s, cell.write_s, 0.0)
 
 
-def render(found: Sequence[Compared]) -> list[str]:
-    width = max(len(each.name) for each in found)
+def render(comparisons: Sequence[ComparedRun]) -> list[str]:
+    width = max(len(comparison.name) for comparison in comparisons)
     lines = [f"{'cell':<{width}}  real s  simulated s   step   waits  ages   end"]
-    for each in found:
+    for comparison in comparisons:
         numbers = (
-            f"{each.real_step_s:6.3f}  {each.simulated_step_s:11.3f}  "
-            f"{each.step_error:+5.1%}  {each.wait_error:6.1%}"
+            f"{comparison.real_step_s:6.3f}  {comparison.simulated_step_s:11.3f}  "
+            f"{comparison.step_error:+5.1%}  {comparison.wait_error:6.1%}"
         )
-        end = "" if each.end_error is None else f"  {each.end_error:+.1%}"
-        lines.append(f"{each.name:<{width}}  {numbers}  {each.age_distance:.3f}{end}")
+        end = "" if comparison.end_error is None else f"  {comparison.end_error:+.1%}"
+        lines.append(f"{comparison.name:<{width}}  {numbers}  {comparison.age_distance:.3f}{end}")
     worst = [
-        max(abs(getattr(each, name)) for each in found)
+        max(abs(getattr(comparison, name)) for comparison in comparisons)
         for name in ("step_error", "wait_error", "age_distance")
     ]
     return [

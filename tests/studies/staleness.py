@@ -38,7 +38,7 @@ LAST = 10  # the reward is the mean of the last steps
 
 
 @dataclass(frozen=True)
-class Setting:
+class BufferSetting:
     capacity: int | None
     max_staleness: int | None
 
@@ -53,16 +53,16 @@ class Setting:
         )
 
 
-SYNCHRONOUS = Setting(0, None)
+SYNCHRONOUS = BufferSetting(0, None)
 SETTINGS = (
     SYNCHRONOUS,
-    Setting(1, 1),
-    *(Setting(capacity, bound) for capacity in (4, None) for bound in (1, 2, 8)),
+    BufferSetting(1, 1),
+    *(BufferSetting(capacity, bound) for capacity in (4, None) for bound in (1, 2, 8)),
 )
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """The result of one run."""
 
     capacity: int | None
@@ -77,7 +77,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting compared with the baseline: differences of reward between runs with the same seed."""
+    """A setting against the baseline: differences of reward between runs with the same seed."""
 
     capacity: int | None
     max_staleness: int | None
@@ -99,8 +99,8 @@ def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: 
     check_settings(runs, settings)
     note_settings(runs, settings)
     results = []
-    for left, (job, plan) in zip(range(len(jobs), 0, -1), plans.items()):
-        print(f"{plan.config.run_dir}; {left} runs to go", file=sys.stderr)
+    for remaining_jobs, (job, plan) in zip(range(len(jobs), 0, -1), plans.items()):
+        print(f"{plan.config.run_dir}; {remaining_jobs} runs to go", file=sys.stderr)
         for command in ("sft", "train"):
             run_megarl(
                 command, config, [*overrides, *_overrides(runs, *job)], Path(plan.config.run_dir)
@@ -119,12 +119,12 @@ def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: 
 
 
 def _plan(
-    config: str, overrides: Sequence[str], runs: Path, setting: Setting, seed: int
+    config: str, overrides: Sequence[str], runs: Path, setting: BufferSetting, seed: int
 ) -> RunPlan:
     return resolve(load_config(config, [*overrides, *_overrides(runs, setting, seed)]), "sft")
 
 
-def _overrides(runs: Path, setting: Setting, seed: int) -> list[str]:
+def _overrides(runs: Path, setting: BufferSetting, seed: int) -> list[str]:
     seeded = runs / f"seed_{seed}"
     return [
         f"seed={seed}",
@@ -134,10 +134,10 @@ def _overrides(runs: Path, setting: Setting, seed: int) -> list[str]:
     ]
 
 
-def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
+def _result(setting: BufferSetting, seed: int, plan: RunPlan) -> RunResult:
     run_dir = Path(plan.config.run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
-    return Result(
+    return RunResult(
         setting.capacity,
         setting.max_staleness,
         seed,
@@ -149,26 +149,26 @@ def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
     )
 
 
-def compare(results: Sequence[Result]) -> list[Comparison]:
+def compare(results: Sequence[RunResult]) -> list[Comparison]:
     """A comparison for each setting except the baseline, in the order of `results`.
 
     Raises KeyError if a run has no baseline with its seed.
     """
-    rewards: dict[Setting, dict[int, float]] = {}
+    rewards: dict[BufferSetting, dict[int, float]] = {}
     for result in results:
-        rewards.setdefault(Setting(result.capacity, result.max_staleness), {})[result.seed] = (
-            result.reward
-        )
+        rewards.setdefault(BufferSetting(result.capacity, result.max_staleness), {})[
+            result.seed
+        ] = result.reward
     baseline = rewards.pop(SYNCHRONOUS)
     spread = max(baseline.values()) - min(baseline.values())
     differences = {
-        setting: [each - baseline[seed] for seed, each in by_seed.items()]
+        setting: [value - baseline[seed] for seed, value in by_seed.items()]
         for setting, by_seed in rewards.items()
     }
-    return [_comparison(setting, each, spread) for setting, each in differences.items()]
+    return [_comparison(setting, by_seed, spread) for setting, by_seed in differences.items()]
 
 
-def _comparison(setting: Setting, differences: Sequence[float], spread: float) -> Comparison:
+def _comparison(setting: BufferSetting, differences: Sequence[float], spread: float) -> Comparison:
     mean = statistics.fmean(differences)
     noise = (
         statistics.stdev(differences) / math.sqrt(len(differences))
@@ -186,7 +186,10 @@ def render(facts: Mapping[str, Any]) -> str:
     by_setting: dict[tuple, list[Mapping[str, Any]]] = {}
     for result in facts["runs"]:
         by_setting.setdefault((result["capacity"], result["max_staleness"]), []).append(result)
-    compared = {(each["capacity"], each["max_staleness"]): each for each in facts["compared"]}
+    compared = {
+        (comparison["capacity"], comparison["max_staleness"]): comparison
+        for comparison in facts["compared"]
+    }
     lines = [
         f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | "
         "mean | difference | noise | at most "
@@ -197,7 +200,7 @@ def render(facts: Mapping[str, Any]) -> str:
             for (capacity, bound), results in by_setting.items()
         ),
     ]
-    same = sum(each["same"] for each in compared.values())
+    same = sum(comparison["same"] for comparison in compared.values())
     verdict = (
         f"{same} of {len(compared)} settings reach the reward of the first row, within the "
         "range of its own seeds."

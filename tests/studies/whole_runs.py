@@ -35,15 +35,16 @@ def check_settings(runs: Path, config: RunConfig) -> None:
     """Raises ConfigError if the folder `runs` cannot be written, or if its runs were made with
     other settings, since complete runs are not repeated.
     """
-    if problems := list(folder_problems("--runs ", str(runs))):
+    problems = list(folder_problems("--runs ", str(runs)))
+    if problems:
         raise ConfigError(problems)
     if not (runs / SETTINGS).is_file():
         return
     earlier = load_config(runs / SETTINGS)
-    found = differences({key: value_at(earlier, key) for key in keys_of(earlier)}, config)
+    changes = differences({key: value_at(earlier, key) for key in keys_of(earlier)}, config)
     changed = [
         f"{key}={yaml_text(value)}"
-        for key, value in found.items()
+        for key, value in changes.items()
         if not key.startswith(_WITHOUT_EFFECT)
     ]
     if changed:

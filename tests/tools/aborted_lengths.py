@@ -41,28 +41,28 @@ def mean_length(
 
     length = draw(slots)
     second = np.zeros(slots, bool)
-    left = length.copy()
+    remaining = length.copy()
     clock = 0
     tokens = ended = again = 0
     for _ in range(ticks):
         clock += 1
-        busy = left > 0
-        left[busy] -= 1
-        over = busy & (left == 0)
+        busy = remaining > 0
+        remaining[busy] -= 1
+        over = busy & (remaining == 0)
         tokens = tokens + int(length[over].sum())
         ended = ended + int(over.sum())
         second[over] = False
-        held = clock >= every
-        if held and not second.any():
+        pausing = clock >= every
+        if pausing and not second.any():
             clock = 0
-            held = False
-            cut = left > 0
-            length[cut] = left[cut] = drawn_again(length[cut])
+            pausing = False
+            cut = remaining > 0
+            length[cut] = remaining[cut] = drawn_again(length[cut])
             second[cut] = True
             again += int(cut.sum())
-        if not held:
-            free = left == 0
-            length[free] = left[free] = draw(int(free.sum()))
+        if not pausing:
+            free = remaining == 0
+            length[free] = remaining[free] = draw(int(free.sum()))
     return tokens / ended, again / ended
 
 
@@ -75,10 +75,10 @@ def main() -> None:
         for tokens in (MEAN, 4, 1, 0.25, 0):
             for every in (16, 32, 64, 128, 256, 512):
                 mean, again = mean_length(every, sigma, changed=tokens / MEAN)
-                told = f"{mean / lengths.mean() - 1:+.0%} length, {again:.0%} begun again"
+                text = f"{mean / lengths.mean() - 1:+.0%} length, {again:.0%} begun again"
                 print(
                     f"sigma {sigma}, an update changes {tokens} tokens of {MEAN}, {every} ticks "
-                    f"an update: {told}",
+                    f"an update: {text}",
                     flush=True,
                 )
 

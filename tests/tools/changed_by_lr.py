@@ -26,11 +26,11 @@ MODELS = {  # matrices of the quickstart's model, and rows as wide as an 8B mode
 def changed(shapes: list[tuple[int, int]], lr: float) -> tuple[float, float]:
     torch.manual_seed(1)
     masters = [0.02 * torch.randn(shape) for shape in shapes]
-    kept = [torch.randn(shape) for shape in shapes]
+    tensors = [torch.randn(shape) for shape in shapes]
     adam = torch.optim.AdamW(masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(STEPS):
         before = states(masters)
-        for values, part in zip(masters, kept):
+        for values, part in zip(masters, tensors):
             values.grad = torch.randn(values.shape) + 0.3 * part
         adam.step()
     after = states(masters)
@@ -52,6 +52,8 @@ if __name__ == "__main__":
     print("| learning rate |" + "".join(f" {rate:g} |" for rate in RATES))
     print("|---|" + "---|" * len(RATES))
     for name, shapes in MODELS.items():
-        found = [changed(shapes, rate) for rate in RATES]
+        results = [changed(shapes, rate) for rate in RATES]
         for n, dtype in enumerate(("bf16", "fp8_block")):
-            print(f"| {name}, {dtype} |" + "".join(f" {100 * each[n]:.3f} |" for each in found))
+            print(
+                f"| {name}, {dtype} |" + "".join(f" {100 * result[n]:.3f} |" for result in results)
+            )

@@ -58,9 +58,9 @@ def table() -> str:
                 CONFIG, [*SETTINGS, f"plan.response_tokens={mean}", f"rollout.max_tokens={longest}"]
             )
         )
-        found, best = search(plan.config, plan.spec, gpus)
+        plans, best = search(plan.config, plan.spec, gpus)
         apart = estimate(best, plan.spec)
-        training = round(found.theta * gpus)
+        training = round(plans.theta * gpus)
         # One step behind: unfinished responses lose their KV cache while the trainer has the
         # memory, and are prefilled again.
         on_policy, behind = (
@@ -86,18 +86,20 @@ def with_partial(config: RunConfig, mode: str) -> RunConfig:
 
 
 def in_turn(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[float, float, float]:
-    """Seconds of training, of generation, and of moving the trainer's memory to the host and back."""
+    """Seconds of training, of generation, and of moving the trainer's memory out and back."""
     sides = Search(config, spec, gpus)
-    left = replace(sides.cluster.gpu, memory_gib=sides.cluster.gpu.memory_gib - LEFT_GIB)
-    sides.cluster = replace(sides.cluster, gpu=left)
+    usable_gpu = replace(sides.cluster.gpu, memory_gib=sides.cluster.gpu.memory_gib - LEFT_GIB)
+    sides.cluster = replace(sides.cluster, gpu=usable_gpu)
     trainer = sides.trainer(gpus)
     generator = sides.generator(gpus)
     assert trainer is not None and generator is not None
-    held = training_memory(config, spec, with_settings(config, trainer.settings).trainer, left)
+    memory = training_memory(
+        config, spec, with_settings(config, trainer.settings).trainer, usable_gpu
+    )
     return (
         trainer.seconds,
         generator.seconds,
-        2 * (held.weights + held.optimizer) / HOST_BYTES_PER_S,
+        2 * (memory.weights + memory.optimizer) / HOST_BYTES_PER_S,
     )
 
 

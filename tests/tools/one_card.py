@@ -59,9 +59,9 @@ def largest(gpu: str, tokens: int, overrides: list[str]) -> str:
     """The largest model that fits, and the GiB that both sides take; a dash if none fits."""
     cell = "–"
     for folder, name in MODELS.items():
-        taken = gib(gpu, folder, tokens, overrides)
-        if taken is not None:
-            cell = f"{name}, {taken:.0f}"
+        used_gib = gib(gpu, folder, tokens, overrides)
+        if used_gib is not None:
+            cell = f"{name}, {used_gib:.0f}"
     return cell
 
 
@@ -80,13 +80,13 @@ def gib(gpu: str, folder: str, tokens: int, overrides: list[str]) -> float | Non
     try:
         plan = resolve(load_config(CONFIGS / "one_gpu.yaml", [*sizes, *overrides]), "plan")
         check_longest(plan.config, plan.spec)
-        found = estimate(plan.config, plan.spec)
+        memory = estimate(plan.config, plan.spec)
     except ConfigError:
         return None
     return (
         None
-        if found.overfull or refused_by_train(plan.config, plan.spec)
-        else found.fullest.gpu_total / GIB
+        if memory.overfull or refused_by_train(plan.config, plan.spec)
+        else memory.fullest.gpu_total / GIB
     )
 
 

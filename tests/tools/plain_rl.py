@@ -54,10 +54,10 @@ VALUE_CLIP = 0.2  # of PPO
 
 @dataclass(frozen=True)
 class Responses:
-    """B responses, each behind its prompt; prompts are padded on the left, responses on the right."""
+    """B responses behind their prompts: prompts are padded on the left, responses on the right."""
 
     ids: Tensor  # [B, L]
-    seen: Tensor  # [B, L] 1 for a token, 0 for padding
+    token_mask: Tensor  # [B, L] 1 for a token, 0 for padding
     # [B, L - 1] 1 where the policy wrote the token ids[:, 1:], end-of-text included; else 0
     written: Tensor
 
@@ -67,20 +67,22 @@ class Responses:
 
 def logits(model: Any, responses: Responses) -> Tensor:
     """[B, L - 1, vocabulary] for the tokens ids[:, 1:]."""
-    return model(responses.ids, attention_mask=responses.seen).logits[:, :-1]
+    return model(responses.ids, attention_mask=responses.token_mask).logits[:, :-1]
 
 
 def logprobs(model: Any, responses: Responses) -> Tensor:
     """[B, L - 1], 0 where the policy did not write."""
-    chosen = logits(model, responses).log_softmax(-1).gather(2, responses.ids[:, 1:, None])[:, :, 0]
-    return chosen * responses.written
+    token_logprobs = (
+        logits(model, responses).log_softmax(-1).gather(2, responses.ids[:, 1:, None])[:, :, 0]
+    )
+    return token_logprobs * responses.written
 
 
 def scores(model: Any, responses: Responses) -> Tensor:
     """[B, L]: the score of a one-score model at each token."""
-    return model.score(model.model(responses.ids, attention_mask=responses.seen).last_hidden_state)[
-        :, :, 0
-    ]
+    return model.score(
+        model.model(responses.ids, attention_mask=responses.token_mask).last_hidden_state
+    )[:, :, 0]
 
 
 def mean(terms: Tensor, written: Tensor) -> Tensor:
@@ -96,12 +98,12 @@ class Optimizer:
             self.parameters, settings.lr, tuple(settings.betas), weight_decay=settings.weight_decay
         )
 
-        def rate(done: int) -> float:
-            if done < settings.warmup_steps:
-                return (done + 1) / settings.warmup_steps
+        def rate(steps_taken: int) -> float:
+            if steps_taken < settings.warmup_steps:
+                return (steps_taken + 1) / settings.warmup_steps
             if settings.schedule == "constant":
                 return 1.0
-            part = (done + 1 - settings.warmup_steps) / (steps - settings.warmup_steps)
+            part = (steps_taken + 1 - settings.warmup_steps) / (steps - settings.warmup_steps)
             return (
                 settings.min_lr_ratio
                 + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * part)) / 2
@@ -150,15 +152,15 @@ class Method:
     def respond(
         self, model: Any, prompts: list[str], max_tokens: int, greedy: bool = False
     ) -> Responses:
-        asked = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        ids = model.generate(**asked, max_new_tokens=max_tokens, do_sample=not greedy, top_k=0)
-        own = ids[:, asked.input_ids.shape[1] :]
-        ends = (own == self.tokenizer.eos_token_id).int()
+        inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        ids = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=not greedy, top_k=0)
+        response_ids = ids[:, inputs.input_ids.shape[1] :]
+        ends = (response_ids == self.tokenizer.eos_token_id).int()
         written = (ends.cumsum(1) - ends == 0).int()  # up to the first end-of-text
         return Responses(
             ids,
-            torch.cat([asked.attention_mask, written], 1),
-            F.pad(written, (ids.shape[1] - 1 - own.shape[1], 0)),
+            torch.cat([inputs.attention_mask, written], 1),
+            F.pad(written, (ids.shape[1] - 1 - response_ids.shape[1], 0)),
         )
 
     def texts(self, responses: Responses) -> list[str]:
@@ -178,8 +180,8 @@ class Method:
 
     def run(self) -> dict[str, float]:
         config = self.config
-        found = []
-        began = time.perf_counter()
+        metrics = []
+        start_s = time.perf_counter()
         rows = synthetic_rows(config.data.train.source, "train", config.seed, "data.train")
         size = config.rollout.prompts_per_step
         before = self.right()
@@ -196,15 +198,15 @@ class Method:
                 responses, [row.prompt for row in batch], [row.answer for row in batch]
             )
             self.train(responses, rewards)
-            found.append(rewards.mean().item())
-            print(f"step {step}: reward {found[-1]:.3f}", file=sys.stderr)
+            metrics.append(rewards.mean().item())
+            print(f"step {step}: reward {metrics[-1]:.3f}", file=sys.stderr)
         result = {
-            "reward_first": fmean(found[:10]),
-            "reward_last": fmean(found[-10:]),
+            "reward_first": fmean(metrics[:10]),
+            "reward_last": fmean(metrics[-10:]),
             "right_before": before,
             "right_after": self.right(),
         }
-        return {**result, "seconds": time.perf_counter() - began}
+        return {**result, "seconds": time.perf_counter() - start_s}
 
 
 class BestOfN(Method):
@@ -229,7 +231,7 @@ class OnlineDpo(Method):
 
     @torch.no_grad()
     def rewards(self, responses: Responses, prompts: list[str], answers: list[str]) -> Tensor:
-        last = (responses.seen * torch.arange(responses.ids.shape[1])).argmax(1)
+        last = (responses.token_mask * torch.arange(responses.ids.shape[1])).argmax(1)
         return scores(self.reward_model, responses).gather(1, last[:, None])[:, 0]
 
     def loss(self, responses: Responses, rewards: Tensor) -> Tensor:
@@ -256,14 +258,16 @@ class Judge(Method):
         self.judge = AutoModelForCausalLM.from_pretrained(config.roles.judge.path)
 
     def rewards(self, responses: Responses, prompts: list[str], answers: list[str]) -> Tensor:
-        asked = self.config.roles.judge
+        settings = self.config.roles.judge
         questions = [
-            asked.template.format(prompt=p, response=text)
+            settings.template.format(prompt=p, response=text)
             for p, text in zip(prompts, self.texts(responses))
         ]
-        said = self.texts(self.respond(self.judge, questions, asked.max_tokens, greedy=True))
-        verdicts = [re.findall(asked.verdict, text) for text in said]
-        return torch.tensor([float(found[-1]) if found else 0.0 for found in verdicts])
+        verdict_texts = self.texts(
+            self.respond(self.judge, questions, settings.max_tokens, greedy=True)
+        )
+        verdicts = [re.findall(settings.verdict, text) for text in verdict_texts]
+        return torch.tensor([float(numbers[-1]) if numbers else 0.0 for numbers in verdicts])
 
     def loss(self, responses: Responses, rewards: Tensor) -> Tensor:
         groups = rewards.view(-1, self.n)
@@ -293,16 +297,16 @@ class Ppo(Method):
         gae_lambda = self.config.algorithm.gae_lambda
         last = (responses.written * torch.arange(values.shape[1])).argmax(1)
         of_tokens = torch.zeros_like(values).scatter(1, last[:, None], rewards[:, None])
-        found = torch.zeros_like(values)
+        gae = torch.zeros_like(values)
         following = torch.zeros(len(values))
         advantage = torch.zeros(len(values))
         for t in reversed(range(values.shape[1])):
             advantage = (
                 of_tokens[:, t] + gamma * following - values[:, t] + gamma * gae_lambda * advantage
             )
-            found[:, t] = advantage = advantage * responses.written[:, t]
+            gae[:, t] = advantage = advantage * responses.written[:, t]
             following = values[:, t]
-        return found
+        return gae
 
     def train(self, responses: Responses, rewards: Tensor) -> None:
         written = responses.written
@@ -316,11 +320,11 @@ class Ppo(Method):
             mean((advantages - average) ** 2, written) + 1e-8
         ).sqrt()
         for _ in range(self.config.trainer.epochs):
-            for some in torch.randperm(len(rewards)).chunk(self.config.trainer.minibatches):
+            for rows in torch.randperm(len(rewards)).chunk(self.config.trainer.minibatches):
                 if self.batches >= self.config.critic.warmup_steps:
-                    self.optimizer.step(self.loss(responses[some], whitened[some], old[some]))
+                    self.optimizer.step(self.loss(responses[rows], whitened[rows], old[rows]))
                 self.critic_optimizer.step(
-                    self.value_loss(responses[some], returns[some], values[some])
+                    self.value_loss(responses[rows], returns[rows], values[rows])
                 )
         self.batches += 1
 
@@ -352,8 +356,10 @@ class Distill(Method):
     def loss(self, responses: Responses, rewards: Tensor) -> Tensor:
         with torch.no_grad():
             teacher = logits(self.teacher, responses).log_softmax(-1)
-        own = logits(self.policy, responses).log_softmax(-1)
-        return mean((own.exp() * (own - teacher)).sum(-1), responses.written)
+        policy_logprobs = logits(self.policy, responses).log_softmax(-1)
+        return mean(
+            (policy_logprobs.exp() * (policy_logprobs - teacher)).sum(-1), responses.written
+        )
 
 
 METHODS = {

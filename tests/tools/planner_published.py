@@ -127,12 +127,12 @@ class FsdpTrainModel(TrainModel):
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
         plain = super().seconds(workload, extra_forwards=extra_forwards)
         count = math.ceil(workload.tokens / self.trainer.dp / self._rows(workload))
-        (held,) = trainer_elements(self.spec, self.trainer, self.dtype)
+        (elements,) = trainer_elements(self.spec, self.trainer, self.dtype)
         transfers = (
             count
             * 3
             * self._group(self.trainer.dp, self.trainer.tp).gather_s(
-                ITEM_BYTES[self.dtype] * held.dense
+                ITEM_BYTES[self.dtype] * elements.dense
             )
         )
         exposed = max(transfers / count / self.spec.num_layers, transfers - plain.compute)

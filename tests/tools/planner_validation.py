@@ -34,7 +34,7 @@ ROW_FACTOR = 1.3  # the expected error of a row
 
 
 @dataclass(frozen=True)
-class Result:
+class PredictedRow:
     row: Row
     held_out: bool
     predicted_s: float
@@ -45,24 +45,24 @@ class Result:
         return self.predicted_s / self.row.measured_s - 1
 
 
-def results(constants: Fit = FIT) -> list[list[Result]]:
+def results(constants: Fit = FIT) -> list[list[PredictedRow]]:
     """The results of all rows.
 
     LlamaRL's are scaled by one factor, the geometric mean over its fitted rows, because only ratios
     count.
     """
-    found = []
+    rows = []
     for table in TABLES:
         predicted = [row.predict_s(constants) for row in table]
         factor = _ratio_factor(table, predicted) if table[0].table == "LlamaRL" else 1.0
         held_out = [bool(i % 2) or not _is_fitted(table) for i in range(len(table))]
-        found.append(
+        rows.append(
             [
-                Result(row, held, factor * time)
-                for row, held, time in zip(table, held_out, predicted)
+                PredictedRow(row, is_held_out, factor * time)
+                for row, is_held_out, time in zip(table, held_out, predicted)
             ]
         )
-    return found
+    return rows
 
 
 def _is_fitted(table: Sequence[Row]) -> bool:
@@ -81,16 +81,17 @@ def fit(rounds: int = 12, start: Fit | None = None) -> Fit:
     """
     guess = np.log([GUESSES[name][0] for name in FITTED])
     width = np.log([GUESSES[name][1] for name in FITTED])
-    at = guess.copy() if start is None else np.log([getattr(start, name) for name in FITTED])
+    point = guess.copy() if start is None else np.log([getattr(start, name) for name in FITTED])
     for _ in range(rounds):
-        here = _residuals(at)
+        residuals = _residuals(point)
         slope = np.stack(
-            [(_residuals(at + 1e-4 * unit) - here) / 1e-4 for unit in np.eye(len(at))], axis=1
+            [(_residuals(point + 1e-4 * unit) - residuals) / 1e-4 for unit in np.eye(len(point))],
+            axis=1,
         )
-        left = np.concatenate([slope / math.log(ROW_FACTOR), np.diag(1 / width)])
-        right = np.concatenate([here / math.log(ROW_FACTOR), (at - guess) / width])
-        at = at - np.clip(np.linalg.lstsq(left, right, rcond=None)[0], -0.7, 0.7)
-    return _constants(at)
+        matrix = np.concatenate([slope / math.log(ROW_FACTOR), np.diag(1 / width)])
+        right = np.concatenate([residuals / math.log(ROW_FACTOR), (point - guess) / width])
+        point = point - np.clip(np.linalg.lstsq(matrix, right, rcond=None)[0], -0.7, 0.7)
+    return _constants(point)
 
 
 def _constants(logarithms: np.ndarray) -> Fit:
@@ -100,14 +101,14 @@ def _constants(logarithms: np.ndarray) -> Fit:
 def _residuals(logarithms: np.ndarray) -> np.ndarray:
     """log(predicted / measured) of the fitted rows."""
     constants = _constants(logarithms)
-    found = []
+    residuals = []
     for table in filter(_is_fitted, TABLES):
         rows = table[::2]
         predicted = [row.predict_s(constants) for row in rows]
         logs = [math.log(time / row.measured_s) for row, time in zip(rows, predicted)]
         mean = statistics.fmean(logs) if rows[0].table == "LlamaRL" else 0.0
-        found += [value - mean for value in logs]
-    return np.array(found)
+        residuals += [value - mean for value in logs]
+    return np.array(residuals)
 
 
 def _ratio_factor(table: Sequence[Row], predicted: Sequence[float]) -> float:
@@ -118,13 +119,13 @@ def _ratio_factor(table: Sequence[Row], predicted: Sequence[float]) -> float:
     )
 
 
-def median_error(found: list[list[Result]], held_out: bool) -> float:
+def median_error(tables: list[list[PredictedRow]], held_out: bool) -> float:
     """The median error over all tables with fitted rows."""
-    rows = (result for table in found if table[0].row.table != UNFITTED for result in table)
+    rows = (result for table in tables if table[0].row.table != UNFITTED for result in table)
     return statistics.median(abs(result.error) for result in rows if result.held_out == held_out)
 
 
-def misordered(table: Sequence[Result]) -> list[tuple[str, str]]:
+def misordered(table: Sequence[PredictedRow]) -> list[tuple[str, str]]:
     """Pairs of rows in which the planner predicts the wrong one to be faster."""
     pairs = [(a, b) for i, a in enumerate(table) for b in table[i + 1 :]]
     wrong = [
@@ -135,10 +136,10 @@ def misordered(table: Sequence[Result]) -> list[tuple[str, str]]:
     return [(a.row.name, b.row.name) for a, b in wrong]
 
 
-def render(found: list[list[Result]]) -> str:
+def render(tables: list[list[PredictedRow]]) -> str:
     """Markdown."""
     lines = []
-    for table in found:
+    for table in tables:
         name = table[0].row.table
         lines += [f"**{name}.** Assumed: {ASSUMED[name]}.", ""]
         lines += ["| row | use | published s | predicted s | error |", "|---|---|---|---|---|"]
@@ -151,12 +152,12 @@ def render(found: list[list[Result]]) -> str:
         wrong = misordered(table)
         pairs = "; ".join(" and ".join(pair) for pair in wrong)
         lines += ["", f"Order wrong: {pairs}." if wrong else "Order: all pairs right.", ""]
-    held = median_error(found, True)
-    fitted = median_error(found, False)
+    held_out_error = median_error(tables, True)
+    fitted = median_error(tables, False)
     return "\n".join(
         [
             *lines,
-            f"Median error without {UNFITTED}: {held:.0%} on held-out rows, {fitted:.0%} on "
+            f"Median error without {UNFITTED}: {held_out_error:.0%} on held-out rows, {fitted:.0%} on "
             "fitted rows.",
         ]
     )

@@ -52,23 +52,23 @@ def main(hidden: int = 512, layers: int = 8, folder: str | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as root:
         for number in range(2 * SAVES):
             beside = number % 2 == 0
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             saving = checkpoint.begin(trainer, Path(root) / "step", {}, beside=beside)
-            begun = time.perf_counter()
+            waited_s = time.perf_counter()
             while not saving.written():
                 time.sleep(0.01)
             written = time.perf_counter()
             saving.finish()
-            held_s[beside].append(begun - began + time.perf_counter() - written)
-            whole_s[beside].append(time.perf_counter() - began)
+            held_s[beside].append(waited_s - start_s + time.perf_counter() - written)
+            whole_s[beside].append(time.perf_counter() - start_s)
     parameters = sum(p.numel() for p in trainer.local_parameters().values())
     print(
         f"{parameters / 1e6:.0f} M parameters, {12 * parameters / 2**30:.2f} GiB a checkpoint, "
         f"{torch.get_num_threads()} threads"
     )
-    for beside, what in ((False, "the step waits"), (True, "beside training")):
+    for beside, title in ((False, "the step waits"), (True, "beside training")):
         print(
-            f"{what:<16} held up {median(held_s[beside]):6.2f} s, complete after "
+            f"{title:<16} held up {median(held_s[beside]):6.2f} s, complete after "
             f"{median(whole_s[beside]):6.2f} s"
         )
 

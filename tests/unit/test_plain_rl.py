@@ -88,7 +88,10 @@ def test_response_counts_up_to_its_end_without_padding(
         response_ids = responses.ids[row, 1:][responses.written[row].bool()].tolist()
         lengths.append(len(response_ids))
         assert end not in response_ids[:-1] and (len(response_ids) == 12 or response_ids[-1] == end)
-        assert responses.ids[row][responses.seen[row].bool()].tolist() == prompt_ids + response_ids
+        assert (
+            responses.ids[row][responses.token_mask[row].bool()].tolist()
+            == prompt_ids + response_ids
+        )
         alone = (
             method.policy(torch.tensor([prompt_ids + response_ids]))
             .logits[0, len(prompt_ids) - 1 : -1]

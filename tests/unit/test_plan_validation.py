@@ -10,13 +10,13 @@ from pathlib import Path
 import planner_validation as validation
 import pytest
 from planner_published import FIT, FITTED, TABLES
-from planner_validation import Result, fit, median_error, misordered, render, results
+from planner_validation import PredictedRow, fit, median_error, misordered, render, results
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "planner.md"
 
 
 @pytest.fixture(scope="module")
-def tables() -> list[list[Result]]:
+def tables() -> list[list[PredictedRow]]:
     return results()
 
 
@@ -55,7 +55,7 @@ def test_fitted_rows_do_move_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit(rounds=1) != before
 
 
-def test_errors_are_as_stated(tables: list[list[Result]]) -> None:
+def test_errors_are_as_stated(tables: list[list[PredictedRow]]) -> None:
     assert median_error(tables, held_out=True) < 0.08
     assert median_error(tables, held_out=False) < 0.14
     of_experts = [
@@ -67,7 +67,7 @@ def test_errors_are_as_stated(tables: list[list[Result]]) -> None:
     assert len(of_experts) == 10 and max(abs(result.error) for result in of_experts) < 0.3
 
 
-def test_order_of_the_rows(tables: list[list[Result]]) -> None:
+def test_order_of_the_rows(tables: list[list[PredictedRow]]) -> None:
     """All 45 + 45 + 66 pairs except three (docs/planner.md says why), and without NeMo-RL on GB200."""
     llamarl, nemo, bridge, _ = (misordered(table) for table in tables)
     assert nemo == [] and bridge == [("Llama 3 70B, 64 GB200", "Qwen3-30B-A3B, 8 B300")]
@@ -77,7 +77,9 @@ def test_order_of_the_rows(tables: list[list[Result]]) -> None:
     ]
 
 
-def test_within_a_model_asynchrony_and_smaller_engines_win(tables: list[list[Result]]) -> None:
+def test_within_a_model_asynchrony_and_smaller_engines_win(
+    tables: list[list[PredictedRow]],
+) -> None:
     predicted = {result.row.name: result.predicted_s for result in tables[0]}
     assert (
         predicted["405B baseline, 64 / 64"]
@@ -89,7 +91,7 @@ def test_within_a_model_asynchrony_and_smaller_engines_win(tables: list[list[Res
     assert predicted["70B baseline, 8 / 8"] > predicted["70B, 8 / 8"]
 
 
-def test_the_document_holds_these_tables(tables: list[list[Result]]) -> None:
+def test_the_document_holds_these_tables(tables: list[list[PredictedRow]]) -> None:
     assert render(tables) in DOCUMENT.read_text(), (
         "put what tests/tools/planner_validation.py prints there"
     )

@@ -8,17 +8,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from staleness import SETTINGS, SYNCHRONOUS, Comparison, Result, Setting, compare, render
+from staleness import SETTINGS, SYNCHRONOUS, BufferSetting, Comparison, RunResult, compare, render
 
 BASELINE = (0.98, 0.90, 0.95)  # seeds differ more than settings
 
 
-def results(**differences: tuple[float, ...]) -> list[Result]:
+def results(**differences: tuple[float, ...]) -> list[RunResult]:
     """Results of the baseline and, by name, of settings with the given difference for each seed."""
     settings = {setting.name: setting for setting in SETTINGS}
     rows = {SYNCHRONOUS.name: (0.0,) * len(BASELINE), **differences}
     return [
-        Result(
+        RunResult(
             settings[name].capacity,
             settings[name].max_staleness,
             seed,
@@ -35,12 +35,14 @@ def results(**differences: tuple[float, ...]) -> list[Result]:
 
 def judged(**differences: tuple[float, ...]) -> dict[str, Comparison]:
     return {
-        Setting(comparison.capacity, comparison.max_staleness).name: comparison
+        BufferSetting(comparison.capacity, comparison.max_staleness).name: comparison
         for comparison in compare(results(**differences))
     }
 
 
-ONE, FOUR, FREE = (setting.name for setting in (Setting(1, 1), Setting(4, 8), Setting(None, 8)))
+ONE, FOUR, FREE = (
+    setting.name for setting in (BufferSetting(1, 1), BufferSetting(4, 8), BufferSetting(None, 8))
+)
 
 
 def test_runs_are_paired_by_seed():

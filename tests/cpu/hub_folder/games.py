@@ -24,7 +24,7 @@ class Game(vf.Environment):
         if self.kind == "mute":
             return {"said": "", "answer": ""}
         answer = await client.chat.completions.create(model=model, messages=row["prompt"])
-        said = answer.choices[0].message.content
+        content = answer.choices[0].message.content
         if self.kind == "raises":
             raise RuntimeError("the board is broken")
         if self.kind == "leaves":
@@ -41,7 +41,7 @@ class Game(vf.Environment):
         if self.kind == "late":
             await asyncio.sleep(1000)
         return {
-            "said": said,
+            "said": content,
             "answer": row["answer"],
             "error": ValueError("no such move") if self.kind == "error" else None,
         }

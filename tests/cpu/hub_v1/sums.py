@@ -97,7 +97,7 @@ class Loop(vf.Harness[LoopConfig]):
                         ctx.model,
                         messages,
                         tools,
-                        lambda name, given: call_mcp(connections, dispatch, name, given),
+                        lambda name, arguments: call_mcp(connections, dispatch, name, arguments),
                     )
         if self.config.kind == "raises":
             raise RuntimeError("the board is broken")
@@ -118,9 +118,9 @@ class Loop(vf.Harness[LoopConfig]):
             .message
         )
         messages.append(answer.model_dump(exclude_none=True))
-        for made in answer.tool_calls or ():
-            result = await call(made.function.name, json.loads(made.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
+        for tool_call in answer.tool_calls or ():
+            result = await call(tool_call.function.name, json.loads(tool_call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": result})
         if not answer.tool_calls:
             messages.append({"role": "user", "content": "Again."})
 

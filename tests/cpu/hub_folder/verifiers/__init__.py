@@ -41,7 +41,8 @@ class Rubric:
     async def score_group(self, states):
         best = max(len(state["said"]) for state in states)
         for state in states:
-            state["reward"], state["metrics"] = float(len(state["said"]) == best), {}
+            state["reward"] = float(len(state["said"]) == best)
+            state["metrics"] = {}
 
     async def cleanup(self, state):
         state.clear()
