@@ -99,9 +99,8 @@ ROWS = re.findall(
 def test_a_papers_run_loads_fits_and_can_be_started(
     name: str, overrides: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(ROWS) == 11 and {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(
-        PAPERS
-    )
+    assert len(ROWS) == 11
+    assert {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
     path, (trainer, generator, settings) = f"configs/papers/{name}.yaml", PAPERS[name]
     config = load_config(path, overrides.split())
     t = config.trainer

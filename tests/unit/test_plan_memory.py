@@ -312,9 +312,8 @@ def test_a_kv_cache_fills_a_gpu_up_to_mem_fraction() -> None:
     llama = spec("llama-3.1-8b")
     generator = GeneratorConfig(tp=1, max_concurrency=128)
     planned = generator_memory(llama, generator, "bfloat16", WORK, H100)
-    assert planned.static == pytest.approx(
-        usable_static(generator, H100), abs=131072
-    ) and planned.static <= usable_static(generator, H100)
+    assert planned.static == pytest.approx(usable_static(generator, H100), abs=131072)
+    assert planned.static <= usable_static(generator, H100)
     fixed = generator_memory(llama, GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
     assert fixed.kv_cache == 1000 * 131072
     shared = [
@@ -349,9 +348,8 @@ def test_a_kv_cache_on_a_cpu_is_as_large_as_requests_need() -> None:
         == tiny.max_position_embeddings
     )
     planned = generator_memory(large, many, "float32", WORK, cpu)
-    assert planned.kv_cache < 256 * (256 + 2048) * kv_bytes_per_token(
-        large, many, 4
-    ) and planned.static <= usable_static(many, cpu)
+    assert planned.kv_cache < 256 * (256 + 2048) * kv_bytes_per_token(large, many, 4)
+    assert planned.static <= usable_static(many, cpu)
 
 
 def test_kv_cache_holds_the_longest_response_of_a_suite() -> None:
@@ -389,10 +387,8 @@ def test_an_engine_prefills_in_chunks() -> None:
         8192,
         16384,
     ]
-    assert (
-        prefill_tokens(llama, smaller, H100) == 2048
-        and prefill_tokens(llama, unchunked, H100) == 131072
-    )
+    assert prefill_tokens(llama, smaller, H100) == 2048
+    assert prefill_tokens(llama, unchunked, H100) == 131072
     activations = [
         generator_memory(llama, generator, "bfloat16", WORK, H100).activations
         for generator in (plain, smaller)

@@ -67,7 +67,8 @@ def test_proposal_fits_and_is_legal(name: str, gpus: int) -> None:
     g = proposal.generator
     assert t.tp * t.pp * t.cp * t.dp + g.engines * g.tp <= gpus
     assert then.train.total == pytest.approx(result.trainer.seconds)
-    assert 0 < result.theta < 1 and 0 < result.balanced_theta < 1
+    assert 0 < result.theta < 1
+    assert 0 < result.balanced_theta < 1
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,8 @@ def test_proposal_fits_by_its_own_plan(name: str, overrides: tuple[str, ...], gp
     """
     config, spec = load(name, *overrides)
     _, proposal = search(config, spec, gpus)
-    assert estimate(proposal, spec).overfull == {} and problems(proposal, spec) == []
+    assert estimate(proposal, spec).overfull == {}
+    assert problems(proposal, spec) == []
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,8 @@ def test_remedies_make_a_config_fit(name: str, overrides: tuple[str, ...]) -> No
     for remedy in proposed:
         # with exactly the printed words
         again, _ = load(name, *overrides, *as_overrides(remedy.settings).split())
-        assert again == with_settings(config, remedy.settings) and problems(again, spec) == []
+        assert again == with_settings(config, remedy.settings)
+        assert problems(again, spec) == []
         assert remedy.side not in estimate(again, spec).overfull, as_overrides(remedy.settings)
 
 
@@ -200,7 +203,8 @@ def test_the_baseline_holds_both_phases() -> None:
     """At 405B, memory needs 64 GPUs a model, as in the paper's baseline."""
     config, spec = load("405b_aipo")
     baseline = best_baseline(config, spec, 1024)
-    assert baseline is not None and baseline.m == 64
+    assert baseline is not None
+    assert baseline.m == 64
     assert baseline.step_s > 3 * estimate(config, spec).step_s
     assert best_baseline(config, spec, 8) is None
 
@@ -212,11 +216,9 @@ def test_uneven_stages_have_all_layers(layers: int, pp: int) -> None:
         assert layers % pp == 0
         return
     inner = (layers - first - last) // max(1, pp - 2)
-    assert (
-        first + last + inner * (pp - 2) == layers
-        and 0 < first <= max(inner, last)
-        and 0 < last <= max(inner, layers - first)
-    )
+    assert first + last + inner * (pp - 2) == layers
+    assert 0 < first <= max(inner, last)
+    assert 0 < last <= max(inner, layers - first)
 
 
 def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
@@ -224,7 +226,8 @@ def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
     config, spec = load("405b_aipo")
     one = Search(config, spec, 1024)
     one.run()
-    assert len(one.trainers) <= 24 and len(one.generators) <= 24
+    assert len(one.trainers) <= 24
+    assert len(one.generators) <= 24
 
 
 def test_the_document_says_what_taking_turns_would_gain() -> None:

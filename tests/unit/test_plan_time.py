@@ -392,7 +392,8 @@ def test_carrying_responses_over_leaves_no_tail() -> None:
     work = Workload(2048, 512, 128, 512, 2048)
     waiting = model.seconds(work)
     carried = model.seconds(work, carried_over=True)
-    assert carried.tail == 0 < waiting.tail and carried.total < waiting.total
+    assert carried.tail == 0 < waiting.tail
+    assert carried.total < waiting.total
     assert carried.full == pytest.approx(2048 / 16 * 512 / 64 * carried.token_s)
 
 
@@ -427,7 +428,8 @@ def test_partial_rollouts_that_prefill_again(mode: str, prefills: bool) -> None:
     synchronous = unfinished(
         config("70b_32k_aipo", f"async.partial_rollout={mode}", "async.capacity=0")
     )
-    assert not synchronous["carried_over"] and not synchronous["prefilled_again"]
+    assert not synchronous["carried_over"]
+    assert not synchronous["prefilled_again"]
 
 
 def test_engines_run_no_more_responses_than_may_be_ahead() -> None:
@@ -449,7 +451,8 @@ def test_decoding_is_bound_by_memory_then_by_products() -> None:
     model = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8), "bfloat16", H100)
     few = model.decode_step(1, 512)
     many = model.decode_step(4096, 512)
-    assert few.memory > few.compute and many.compute > few.memory
+    assert few.memory > few.compute
+    assert many.compute > few.memory
     weights = (parameter_count(LLAMA_70B) - 128256 * 8192) * 2 / 8
     assert few.memory == pytest.approx(weights / (3.35e12 * CONSTANTS.hbm_efficiency), rel=0.01)
     fp8 = GenerateModel(
@@ -478,7 +481,8 @@ def test_the_scheduler_works_while_the_gpu_computes() -> None:
     few = model.decode_step(8, 100)
     many = replace(model, generator=GeneratorConfig(tp=8)).decode_step(64, 100)
     gpu = few.memory + few.sampling + few.launches
-    assert few.host == pytest.approx(2e-3 + 8 * 20e-6) and few.total == pytest.approx(gpu)
+    assert few.host == pytest.approx(2e-3 + 8 * 20e-6)
+    assert few.total == pytest.approx(gpu)
     # the scheduler limits a small model on many GPUs
     assert many.total == many.host == pytest.approx(2e-3 + 64 * 20e-6)
     for apart in (
@@ -494,7 +498,8 @@ def test_a_batch_of_tokens_wakes_more_experts() -> None:
     model = GenerateModel(QWEN_30B, GeneratorConfig(tp=2), "bfloat16", H100)
     one = model.decode_step(1, 0).memory
     all_ = model.decode_step(1000, 0).memory
-    assert one < all_ / 5 and all_ == pytest.approx(
+    assert one < all_ / 5
+    assert all_ == pytest.approx(
         (model.weights.streamed + model.weights.expert) / (0.8 * 3.35e12), rel=1e-3
     )
 
@@ -507,7 +512,9 @@ def test_too_small_a_cache_lowers_the_concurrency() -> None:
         ).seconds(work)
         for n in (10**7, 64_000)
     )
-    assert roomy.concurrency == 256 and tight.concurrency == 32 and tight.total > roomy.total
+    assert roomy.concurrency == 256
+    assert tight.concurrency == 32
+    assert tight.total > roomy.total
 
 
 @pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "405b_aipo"])
@@ -527,9 +534,8 @@ def test_the_update_is_that_of_the_map(name: str) -> None:
         *planned_relays(reshard_map, run_config.weights.relay, run_config.generator.tp),
         changed=CHANGED,
     )
-    assert (whole_s, delta) == pytest.approx(
-        (facts["predicted_s"], facts["delta_predicted_s"])
-    ) and delta < 0.06 * whole_s
+    assert (whole_s, delta) == pytest.approx((facts["predicted_s"], facts["delta_predicted_s"]))
+    assert delta < 0.06 * whole_s
     engine_bytes = reshard_map.summary().bytes / destination.world_size
     assert whole_s == pytest.approx(
         balanced_sync_s(engine_bytes, destination.world_size, source.world_size, H100), rel=0.06

@@ -238,10 +238,8 @@ def test_groups_of_the_ledger_are_used_on_resume(alone, link):
     sender.finished(ready(7, 2, started_s=8.0, ended_s=9.0))
     trainer = FakeTrainer(curr_step=2)
     receiver.recv(trainer)
-    assert (
-        trainer.batches[0].groups == summaries(group(5), group(7, 2))
-        and trainer.batches[0].generate_s == 1.0
-    )
+    assert trainer.batches[0].groups == summaries(group(5), group(7, 2))
+    assert trainer.batches[0].generate_s == 1.0
 
 
 def test_groups_that_are_too_old_are_rejected_and_counted(alone, link):
@@ -252,10 +250,8 @@ def test_groups_that_are_too_old_are_rejected_and_counted(alone, link):
         sender.finished(ready(ordinal, 5))
     trainer = FakeTrainer(curr_step=5)
     receiver.recv(trainer)
-    assert (
-        trainer.batches[0].groups == summaries(group(2, 5), group(3, 5))
-        and trainer.batches[0].rejected == 2
-    )
+    assert trainer.batches[0].groups == summaries(group(2, 5), group(3, 5))
+    assert trainer.batches[0].rejected == 2
     assert asyncio.run(link[0].arrival(Regenerate, 5, "rejected"))[1].ordinals == [0, 1]
 
 
@@ -282,9 +278,8 @@ def test_dropped_groups_come_with_a_batch_or_in_its_place(alone, link):
     until_held(receiver, [1, 3, 7])
     receiver.recv(trainer)
     [batch] = trainer.batches
-    assert [group.ordinal for group in batch.groups] == [1, 3] and batch.dropped == summaries(
-        group(0), group(2)
-    )
+    assert [group.ordinal for group in batch.groups] == [1, 3]
+    assert batch.dropped == summaries(group(0), group(2))
     assert [texts_of(texts) for texts in batch.dropped_texts] == [
         GroupTexts("x", "y", [("é", []), ("é", [])])
     ] * 2
@@ -295,10 +290,10 @@ def test_dropped_groups_come_with_a_batch_or_in_its_place(alone, link):
     trainer.curr_step = 1
     receiver.recv(trainer)
     given_up = trainer.batches[1]
-    assert given_up.groups == given_up.texts == [] and given_up.numbers == {}
-    assert [group.ordinal for group in given_up.dropped] == [4, 5, 6, 8, 9, 10] and len(
-        given_up.dropped_texts
-    ) == 6
+    assert given_up.groups == given_up.texts == []
+    assert given_up.numbers == {}
+    assert [group.ordinal for group in given_up.dropped] == [4, 5, 6, 8, 9, 10]
+    assert len(given_up.dropped_texts) == 6
 
 
 def test_a_deadline_names_both_sides_and_says_how_things_stand(alone, link):
@@ -330,7 +325,8 @@ def test_stopping_run_gets_no_batch_that_it_waits_for(alone, link):
     asking.start()
     receiver.recv(trainer)
     asking.join()
-    assert trainer.stopped and not trainer.batches
+    assert trainer.stopped
+    assert not trainer.batches
 
 
 def test_weights_are_sent_again_while_waiting_for_a_batch(alone, link):
@@ -345,7 +341,8 @@ def test_weights_are_sent_again_while_waiting_for_a_batch(alone, link):
     hub.send("trainer.0", WeightsWanted(2))
     hub.send("trainer.0", WeightsWanted(3))
     receiver.recv(trainer)
-    assert sent == [3] and trainer.stopped
+    assert sent == [3]
+    assert trainer.stopped
 
 
 class Sender(EmulatedSender):

@@ -87,7 +87,8 @@ def test_every_engine_has_a_different_seed() -> None:
         for seed in first
         for restarts in range(3)
     ]
-    assert len({*again}) == len(again) == 3 * 512 and {*first} < {*again}
+    assert len({*again}) == len(again) == 3 * 512
+    assert {*first} < {*again}
     assert all(0 <= seed < 2**31 for seed in again)
     assert first[0] == seed_of(0, "engine.0", 0, bits=31), "a run can be repeated"
 
@@ -119,7 +120,8 @@ def test_nccl_has_one_kind_of_memory_on_both_sides(monkeypatch, transport, envir
         alone=False,
     )
     specs = part.engines(device="cuda") + part.trainers("trainer")
-    assert len(specs) == 8 and {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {expected}
+    assert len(specs) == 8
+    assert {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {expected}
 
 
 def test_dry_run_shows_the_first_command_of_each_role():

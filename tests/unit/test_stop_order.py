@@ -60,7 +60,9 @@ def order(folder, rank: int, deadline_s: float = 60.0) -> tuple[StopOrder, Proce
 
 def test_signal_before_anything_can_be_saved_ends_at_once(tmp_path):
     early, processes = order(tmp_path, 0)
-    assert not early.order() and not early.is_given and processes.asked == []
+    assert not early.order()
+    assert not early.is_given
+    assert processes.asked == []
 
 
 def test_a_signal_reaches_the_trainer_ranks_of_all_nodes_once(tmp_path):
@@ -84,7 +86,8 @@ def test_signal_of_another_node_first_is_the_same_order(
     second.poll()
     assert second.order(), "Slurm signals every node"
     assert of_second.asked == [{"trainer.1"}]
-    assert not second.order() and not first.order()
+    assert not second.order()
+    assert not first.order()
 
 
 def test_stop_is_printed_once_with_the_name_of_its_signal(tmp_path, capsys):
@@ -165,10 +168,8 @@ def test_both_signals_ask_first_and_end_the_launcher_otherwise(number, ends_by):
         os.kill(os.getpid(), number)
         with pytest.raises(ends_by):
             os.kill(os.getpid(), number)
-    assert (
-        signals == [number, number]
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
+    assert signals == [number, number]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_past_the_deadline_those_that_did_not_stop_are_named(tmp_path):

@@ -69,7 +69,8 @@ def test_shared_memory_writes_boxes_in_place():
     transport.connect([Endpoint.decode(endpoint.encode())])
     sent = send(transport, COPIES, SOURCES, shapes_of([endpoint]), audit=True)
     want_a, want_b = expected()
-    assert torch.equal(a, want_a) and torch.equal(b, want_b)
+    assert torch.equal(a, want_a)
+    assert torch.equal(b, want_b)
     assert sent.bytes == 4 * (8 + 3 + 5) + 2 * 7
     assert sent.shares == {0: {"a": hash_tensor(covered(want_a)) & MASK, "b": hash_tensor(want_b)}}
     os.close(descriptor)
@@ -152,10 +153,8 @@ def test_memory_file_keeps_values_strides_and_sharing():
         endpoint.address, shared=True, nbytes=endpoint.size_bytes
     )
     for tensor in endpoint.tensors:
-        assert (
-            torch.equal(parameters[tensor.name], before[tensor.name])
-            and parameters[tensor.name].stride() == tensor.strides
-        )
+        assert torch.equal(parameters[tensor.name], before[tensor.name])
+        assert parameters[tensor.name].stride() == tensor.strides
         assert torch.equal(view_at(memory, tensor), before[tensor.name])
     parameters["whole"].data[1, 2] = -1
     assert parameters["turned"][2, 1] == -1

@@ -249,7 +249,8 @@ def test_dummy_weights_prove_nothing_of_checkpoint_buffers(dummy, kind):
     watch = MemoryWatch(model, BuiltModel(model, before), dummy)
     watch.start()
     kinds = {entry.name: entry.kind for entry in inventory(watch)}
-    assert kinds["table"] == kind and kinds["layers.0.rotary"] == "constant"
+    assert kinds["table"] == kind
+    assert kinds["layers.0.rotary"] == "constant"
 
 
 def test_unproven_memory_of_a_model_ends_a_strict_run(capsys):
@@ -261,10 +262,8 @@ def test_unproven_memory_of_a_model_ends_a_strict_run(capsys):
     line = "layers.0.packed [2, 3] float32 (made) on generator rank 0, 2"
     with pytest.raises(AuditError) as failure:
         check_proven({of_model: [0, 2], elsewhere: [1]}, strict=True)
-    assert (
-        str(failure.value).startswith("weights.audit=strict: engines hold memory")
-        and line in str(failure.value).splitlines()
-    )
+    assert str(failure.value).startswith("weights.audit=strict: engines hold memory")
+    assert line in str(failure.value).splitlines()
     check_proven({of_model: [0, 2]}, strict=False)
     assert line in capsys.readouterr().out.splitlines()
     check_proven({elsewhere: [1]}, strict=True)
