@@ -228,7 +228,8 @@ def test_copy_that_differs_is_refused_by_the_rank_that_holds_it(
 
     With two stages the first holds the embedding, and the second the output layer.
     """
-    (name, stage), values = repeated, json.loads((GLM / "config.json").read_text())
+    name, stage = repeated
+    values = json.loads((GLM / "config.json").read_text())
     values |= dict.fromkeys(
         (
             "num_hidden_layers",
@@ -349,7 +350,7 @@ def test_a_row_is_kept_as_far_as_it_was_drawn() -> None:
     lengths = torch.tensor([10, 20])
     mask = torch.zeros(2 * n * n, dtype=torch.bool)
     positions = torch.zeros(2 * n, dtype=torch.long)
-    places, children, siblings = (torch.zeros(2, n, dtype=torch.long) for _ in range(3))
+    places, children, siblings = torch.zeros(3, 2, n, dtype=torch.long)
     empty = torch.empty(0)
     kernels.build_tree_kernel_efficient_cpu(
         empty, empty, lengths, mask, positions, places, children, siblings, 1, n - 1, n, None
@@ -379,10 +380,8 @@ def test_a_branch_is_found_among_siblings() -> None:
     before = torch.tensor(
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool
     )
-    positions, (places, children, siblings) = (
-        torch.zeros(4, dtype=torch.long),
-        (torch.zeros(1, 4, dtype=torch.long) for _ in range(3)),
-    )
+    positions = torch.zeros(4, dtype=torch.long)
+    places, children, siblings = torch.zeros(3, 1, 4, dtype=torch.long)
     kernels.reconstruct_indices_from_tree_mask(
         before.flatten(), torch.tensor([5]), positions, places, children, siblings, 1, 4
     )

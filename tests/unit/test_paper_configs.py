@@ -101,7 +101,8 @@ def test_a_papers_run_loads_fits_and_can_be_started(
 ) -> None:
     assert len(ROWS) == 11
     assert {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
-    path, (trainer, generator, settings) = f"configs/papers/{name}.yaml", PAPERS[name]
+    path = f"configs/papers/{name}.yaml"
+    trainer, generator, settings = PAPERS[name]
     config = load_config(path, overrides.split())
     t = config.trainer
     g = config.generator

@@ -118,9 +118,8 @@ def test_trainer_memory_counts_the_critic() -> None:
 def test_a_plan_with_a_critic_takes_longer_and_more_memory(tmp_path: Path) -> None:
     sizes = ["trainer.tp=8", "trainer.dp=2", "algorithm.loss_mean=token"]
     spec = load_spec(MODEL)
-    without, beside = (
-        estimate(config(tmp_path, *sizes, *settings), spec) for settings in ([], [PPO])
-    )
+    without = estimate(config(tmp_path, *sizes), spec)
+    beside = estimate(config(tmp_path, *sizes, PPO), spec)
     assert beside.trainer.critic > 0 == without.trainer.critic
     assert beside.saving > 1.8 * without.saving
     assert 1.9 < beside.train.compute / without.train.compute < 2.4

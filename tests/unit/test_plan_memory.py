@@ -170,10 +170,8 @@ def test_zero_splits_dense_and_experts_over_their_own_meshes() -> None:
 
 def test_a_frozen_reference_is_a_copy_of_the_weights() -> None:
     trainer = TrainerConfig(tp=4)
-    alone, beside = (
-        trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100, reference=r)
-        for r in (False, True)
-    )
+    alone = trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100)
+    beside = trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100, reference=True)
     assert beside.total - alone.total == beside.reference == alone.weights
 
 
@@ -248,7 +246,9 @@ def test_kv_cache_of_a_token() -> None:
     """
     llama = spec("llama-3.1-8b")
     deepseek = spec("deepseek-v3")
-    one, eight, sixteen = (GeneratorConfig(tp=tp) for tp in (1, 8, 16))
+    one = GeneratorConfig(tp=1)
+    eight = GeneratorConfig(tp=8)
+    sixteen = GeneratorConfig(tp=16)
     assert kv_bytes_per_token(llama, one, 2) == 32 * 2 * 8 * 128 * 2 == 131072
     assert (
         kv_bytes_per_token(llama, eight, 2) == kv_bytes_per_token(llama, sixteen, 2) == 131072 / 8
@@ -378,10 +378,8 @@ def test_an_engine_prefills_in_chunks() -> None:
     """
     llama = spec("llama-3.1-8b")
     plain = GeneratorConfig(max_concurrency=64)
-    smaller, unchunked = (
-        GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": n})
-        for n in (2048, -1)
-    )
+    smaller = GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": 2048})
+    unchunked = GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": -1})
     assert [prefill_tokens(llama, plain, GPUS[gpu]) for gpu in ("H100", "H200", "B200")] == [
         8192,
         8192,

@@ -146,13 +146,9 @@ def test_sides_get_no_slower_with_more_gpus() -> None:
     """Bisection depends on this."""
     config, spec = load("70b_aipo")
     one = Search(config, spec, 256)
-    trainers = [
-        side.seconds if (side := one.trainer(gpus)) else math.inf for gpus in range(8, 256, 8)
-    ]
-    generators = [
-        side.seconds if (side := one.generator(gpus)) else math.inf for gpus in range(8, 256, 8)
-    ]
-    for times in (trainers, generators):
+    for best_side in (one.trainer, one.generator):
+        sides = [best_side(gpus) for gpus in range(8, 256, 8)]
+        times = [side.seconds if side else math.inf for side in sides]
         # except for sizes that do not divide
         assert [(a, b) for a, b in itertools.pairwise(times) if b > a * 1.02] == []
 

@@ -33,10 +33,9 @@ from megarl.reshard.report import to_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 H100 = Cluster(GPUS["H100"])
-LLAMA_8B, LLAMA_70B, QWEN_30B = (
-    load_spec(CONFIGS / "models" / name)
-    for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b")
-)
+LLAMA_8B = load_spec(CONFIGS / "models/llama-3.1-8b")
+LLAMA_70B = load_spec(CONFIGS / "models/llama-3.1-70b")
+QWEN_30B = load_spec(CONFIGS / "models/qwen3-30b-a3b")
 
 
 def config(name: str, *overrides: str) -> RunConfig:
@@ -74,10 +73,8 @@ def test_token_attends_to_its_prefix_or_its_window(length: int) -> None:
     window of 128.
     """
     spec = load_spec(CONFIGS / "models/gpt-oss-20b")
-    full, window = (
-        np.minimum(np.arange(length) + 0.5, longest).mean() for longest in (length, 128)
-    )
-    assert attended(spec, length) == pytest.approx((full + window) / 2, rel=1e-4)
+    window = np.minimum(np.arange(length) + 0.5, 128).mean()
+    assert attended(spec, length) == pytest.approx((length / 2 + window) / 2, rel=1e-4)
     assert attended(LLAMA_8B, length) == length / 2
 
 
@@ -97,9 +94,9 @@ def test_a_pipeline_pays_its_bubble() -> None:
     work = Workload(128, 32, 4096, 4096, 4096)  # 128 microbatches of one sequence
     # only the bubble counts
     endless = replace(H100, gpus_per_node=64, gpu=replace(H100.gpu, nvlink_bytes_per_s=1e18))
-    alone, piped, virtual = (
-        step(work=work, cluster=endless, **sizes) for sizes in ({}, {"pp": 4}, {"pp": 4, "vpp": 5})
-    )
+    alone = step(work=work, cluster=endless)
+    piped = step(work=work, cluster=endless, pp=4)
+    virtual = step(work=work, cluster=endless, pp=4, vpp=5)
     work_s = piped.compute + piped.tensor_parallel
     assert alone.pipeline == 0
     assert piped.pipeline == pytest.approx(3 / 128 * work_s, rel=0.01)
@@ -117,23 +114,18 @@ def test_attention_costs_the_square_of_each_length() -> None:
     assert work.tokens_per_square == 10_000
     lengths = [1000] * 9 + [9000]
     assert sum(n * n for n in lengths) / sum(lengths) == 5000
-    long, short = (
-        TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)._attention_s(40_000, n)
-        for n in (5000, 1000)
-    )
+    one = TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)
+    long = one._attention_s(40_000, 5000)
+    short = one._attention_s(40_000, 1000)
     rate = 0.7816 * 989e12 / (1 + 256 / 40_000 + 256 / 512)
     assert long == 5 * short == pytest.approx(40_000 * 2 * 32 * 256 * 5000 / 2 / rate, rel=1e-3)
     flat = Workload(64, 16, 10, 9990, 9990)
-    without_recompute, again = (
-        TrainModel(
-            LLAMA_8B, TrainerConfig(max_tokens_per_microbatch=10_000, recompute=r), "bfloat16", H100
-        )
-        .seconds(flat)
-        .compute
-        for r in (False, True)
-    )
-    one = TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)
-    assert again - without_recompute == pytest.approx(
+
+    def compute_s(recompute: bool) -> float:
+        trainer = TrainerConfig(max_tokens_per_microbatch=10_000, recompute=recompute)
+        return TrainModel(LLAMA_8B, trainer, "bfloat16", H100).seconds(flat).compute
+
+    assert compute_s(recompute=True) - compute_s(recompute=False) == pytest.approx(
         64 * 32 * (one._layer_s(10_000) + one._attention_s(10_000, 10_000))
     )
 
@@ -285,9 +277,8 @@ def test_number_of_scoring_passes_follows_the_algorithm() -> None:
     assert {
         overrides: scoring_passes(config("8b_aipo", *overrides)) for overrides in passes
     } == passes
-    once, again = (
-        estimate(config("8b_aipo", several, *settings), LLAMA_8B) for settings in ([], [decoupled])
-    )
+    once = estimate(config("8b_aipo", several), LLAMA_8B)
+    again = estimate(config("8b_aipo", several, decoupled), LLAMA_8B)
     assert again.train.compute > once.train.compute and again.trainer == once.trainer, (
         "it takes time, and no memory"
     )
@@ -302,9 +293,9 @@ def test_experts_cost_what_they_compute_and_send() -> None:
 
 
 def test_collectives_by_where_the_ranks_stand() -> None:
-    node, nodes, strided = (
-        CollectiveGroup(*place, H100, CONSTANTS) for place in ((8, 1), (64, 1), (16, 8))
-    )
+    node = CollectiveGroup(8, 1, H100, CONSTANTS)
+    nodes = CollectiveGroup(64, 1, H100, CONSTANTS)
+    strided = CollectiveGroup(16, 8, H100, CONSTANTS)
     assert (node.nodes, nodes.nodes, strided.nodes) == (1, 8, 16)
     assert node.bytes_per_s == pytest.approx(0.75 * 450e9)
     assert nodes.bytes_per_s == pytest.approx(0.75 * 400e9)  # eight NICs in parallel
@@ -408,9 +399,8 @@ def test_responses_that_are_prefilled_again() -> None:
         H100,
     )
     work = Workload(512, 128, 200, 1000, 1000)  # equal lengths, so on average half done: 700 tokens
-    prefilled_once, again = (
-        model.seconds(work, carried_over=True, prefilled_again=p).prefill for p in (False, True)
-    )
+    prefilled_once = model.seconds(work, carried_over=True, prefilled_again=False).prefill
+    again = model.seconds(work, carried_over=True, prefilled_again=True).prefill
     flops = 2 * (parameter_count(LLAMA_70B) - 128256 * 8192) + 80 * 2 * 64 * 256 * 1400 / 2
     assert again - prefilled_once == pytest.approx(64 * 700 * flops / (8 * 1979e12 / 2), rel=1e-3)
 
@@ -506,12 +496,13 @@ def test_a_batch_of_tokens_wakes_more_experts() -> None:
 
 def test_too_small_a_cache_lowers_the_concurrency() -> None:
     work = Workload(1024, 256, 1000, 1000, 2000)
-    roomy, tight = (
-        GenerateModel(
-            LLAMA_8B, GeneratorConfig(max_concurrency=256, kv_cache_tokens=n), "bfloat16", H100
-        ).seconds(work)
-        for n in (10**7, 64_000)
-    )
+
+    def times_with(kv_cache_tokens: int):
+        generator = GeneratorConfig(max_concurrency=256, kv_cache_tokens=kv_cache_tokens)
+        return GenerateModel(LLAMA_8B, generator, "bfloat16", H100).seconds(work)
+
+    roomy = times_with(10**7)
+    tight = times_with(64_000)
     assert roomy.concurrency == 256
     assert tight.concurrency == 32
     assert tight.total > roomy.total

@@ -102,7 +102,8 @@ def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
 def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
     """TRL's implicit prompts. Unlike TRL's own rule, this one cuts no word."""
     question = {"role": "user", "content": "1+2="}
-    good, bad = ({"role": "assistant", "content": text} for text in ("3", "4"))
+    good = {"role": "assistant", "content": "3"}
+    bad = {"role": "assistant", "content": "4"}
     for better, worse, expected in (
         ("1+2=3", "1+2=4", ("1+2=", "3", "4")),
         ("is it so? yes it is", "is it so? yes it was", ("is it so? yes it", " is", " was")),
@@ -221,7 +222,8 @@ def test_every_epoch_has_each_pair_once(tmp_path: Path) -> None:
 
 
 def test_tokens_are_those_of_a_rollout(tmp_path: Path) -> None:
-    [pair, _], tokenizer = pairs_of(tmp_path, ROWS), load_tokenizer(config_of().model)
+    pair, _ = pairs_of(tmp_path, ROWS)
+    tokenizer = load_tokenizer(config_of().model)
     better, worse = pair_tokens(pair, tokenizer, 100)
     assert better == tokenizer.encode_prompt("1+2=") + tokenizer.encode_response("3")
     assert better[-1] == tokenizer.eos_id

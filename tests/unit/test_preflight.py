@@ -326,9 +326,9 @@ def test_hanging_test_writes_are_stopped(tmp_path, monkeypatch):
 def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):
     (tmp_path / "hollow").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (hollow,), (absent,), (present,) = (
-        list(doctor._imported("torch", module)) for module in ("hollow", "nowhere_at_all", "json")
-    )
+    [hollow] = doctor._imported("torch", "hollow")
+    [absent] = doctor._imported("torch", "nowhere_at_all")
+    [present] = doctor._imported("torch", "json")
     assert hollow.state == absent.state == doctor.LACKS
     assert "an empty folder" in hollow.found
     assert "No module named" in absent.found

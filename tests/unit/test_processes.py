@@ -272,10 +272,8 @@ def test_serving_node_does_not_fail_once_the_work_is_done(tmp_path, monkeypatch)
     Then this node's part dies.
     """
     monkeypatch.setattr("megarl.launch.meeting.LOOK_S", 3600.0)  # only one look into the folder
-    works, serves = (
-        Meeting(tmp_path / "meet", Node(rank, 2, "x"), timeout_s=5, silence_s=60)
-        for rank in range(2)
-    )
+    works = Meeting(tmp_path / "meet", Node(0, 2, "x"), timeout_s=5, silence_s=60)
+    serves = Meeting(tmp_path / "meet", Node(1, 2, "x"), timeout_s=5, silence_s=60)
     with ProcessGroup(tmp_path) as group:
         order = StopOrder(serves, group, deadline_s=1)
         run = RunWatch(

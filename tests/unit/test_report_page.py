@@ -359,7 +359,8 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
         for record in map(json.loads, (run / "rollouts" / "samples.jsonl").open())
         if record["ordinal"] == index["ordinal"][two_turns]
     )
-    sample, (start, end) = line["samples"][1], line["samples"][1]["environment"][0]
+    sample = line["samples"][1]
+    start, end = sample["environment"][0]
     blocks = tab.js(
         "[...document.querySelectorAll('.sample .text')].map((n) => [n.className, n.textContent])"
     )

@@ -151,7 +151,9 @@ def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
         for line in map(json.loads, (tmp_path / "rollouts" / "samples.jsonl").open())
     }
     for place in range(len(index["step"])):
-        step, ordinal, number = (index[key][place] for key in ("step", "ordinal", "sample"))
+        step = index["step"][place]
+        ordinal = index["ordinal"][place]
+        number = index["sample"][place]
         shown = read[index["chunk"][place]][index["place"][place]]
         sample = shown["samples"][number]
         line = lines[number % 2, step, ordinal, number]

@@ -74,9 +74,8 @@ def test_relays_between_engines_fill_all_engines(case, data, rule):
     spec, topology, generator, device = case
     engines = data.draw(st.integers(1, 6), "engines")
     generator = dataclasses.replace(generator, engines=engines)
-    of_ends, of_layers = (
-        data.draw(st.integers(1, engines), name) for name in ("of_ends", "of_layers")
-    )
+    of_ends = data.draw(st.integers(1, engines), "of_ends")
+    of_layers = data.draw(st.integers(1, engines), "of_layers")
     trainer = trainer_layout(spec, topology, "float32")
     full_map = ReshardMap.build(
         trainer, generator_layout(spec, generator, "float32", device, rule and RULES[rule])
@@ -88,7 +87,8 @@ def test_relays_between_engines_fill_all_engines(case, data, rule):
     hf = full_tensors(spec, torch.float32)
     sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
     received, _ = carry_out(map, sources, True)
-    given_bytes, taken_bytes = ([0] * generator.world_size for _ in range(2))
+    given_bytes = [0] * generator.world_size
+    taken_bytes = [0] * generator.world_size
     for relay in forwarding.relays:
         assert relay.tensor not in received[relay.destination_rank], "twice"
         received[relay.destination_rank][relay.tensor] = received[relay.source_rank][relay.tensor]

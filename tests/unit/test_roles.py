@@ -435,7 +435,8 @@ class ScriptedFleet:
         self.read: list[str] = []
 
     async def generate(self, prompt_ids, sampling, n):
-        self.read.append(text := self._tokenizer.decode(prompt_ids))
+        text = self._tokenizer.decode(prompt_ids)
+        self.read.append(text)
         ids = self._tokenizer.encode_text(self._answer(text))
         return [
             Completion(

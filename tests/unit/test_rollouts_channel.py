@@ -331,7 +331,9 @@ def test_stopping_run_gets_no_batch_that_it_waits_for(alone, link):
 
 def test_weights_are_sent_again_while_waiting_for_a_batch(alone, link):
     """Requests for older versions are passed over."""
-    sent, stop, trainer = [], StopRequest(), FakeTrainer(curr_step=3)
+    sent = []
+    stop = StopRequest()
+    trainer = FakeTrainer(curr_step=3)
 
     def resend(executor):
         sent.append(executor.curr_step)

@@ -294,10 +294,8 @@ def test_high_water_of_a_process_on_a_cpu_is_its_own():
 
 
 def test_nccl_is_not_used_between_sides_that_share_gpus():
-    apart, sharing = (
-        Host("one", "one", "one", cuda=True, has=capabilities)
-        for capabilities in ((), (shared_gpu.SHARES,))
-    )
+    apart = Host("one", "one", "one", cuda=True)
+    sharing = Host("one", "one", "one", cuda=True, has=(shared_gpu.SHARES,))
     elsewhere = named(sharing, "two")
     assert transport_between("auto", sharing, sharing) == "cuda_ipc"
     assert transport_between("auto", named(apart, "two"), apart) == "nccl"
@@ -371,10 +369,8 @@ def test_marks_are_compared_with_the_plan(monkeypatch):
     monkeypatch.setattr(commands, "read_metrics", lambda path: rows)
     plan = planned()
     planned_run = estimate(plan.config, plan.spec)
-    trainer, engine = (
-        (memory.total - memory.runtime) / GIB
-        for memory in (planned_run.trainer, planned_run.generator)
-    )
+    trainer = (planned_run.trainer.total - planned_run.trainer.runtime) / GIB
+    engine = (planned_run.generator.total - planned_run.generator.runtime) / GIB
     (line,) = commands.memory_lines(plan)
     assert (
         line.split(None, 5)[-1]
@@ -436,7 +432,8 @@ def test_several_mig_instances_are_refused(names, overrides, trains, refused, mo
 def test_kernels_of_both_sides_take_turns():
     plan = planned("async.capacity=1")
     apart = planned("async.capacity=1", "cluster.share_gpus=false")
-    sharing, separate = (estimate(run_plan.config, run_plan.spec) for run_plan in (plan, apart))
+    sharing = estimate(plan.config, plan.spec)
+    separate = estimate(apart.config, apart.spec)
     assert sharing.step_s == pytest.approx(
         sharing.train.total + sharing.scored_s + sharing.sync_s + sharing.glue_s
     )
@@ -526,7 +523,8 @@ def test_engines_and_trainer_share_the_time_in_a_simulated_run():
 def test_offloaded_optimizer_takes_no_gpu_memory():
     plan = planned("trainer.optimizer.offload=true")
     on_gpu = planned()
-    offloaded, resident = (estimate(run_plan.config, run_plan.spec) for run_plan in (plan, on_gpu))
+    offloaded = estimate(plan.config, plan.spec)
+    resident = estimate(on_gpu.config, on_gpu.spec)
     parameters = parameter_count(plan.spec)
     assert offloaded.trainer.optimizer == 0
     assert resident.trainer.optimizer == 12 * parameters

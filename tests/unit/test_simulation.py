@@ -207,7 +207,8 @@ def test_a_waiting_request_has_sampled_nothing():
     async def scenario():
         engine = SimulatedEngine("e", speed(most=1), 1, {})
         engine.resume(0, False)
-        running, waiting = (asyncio.ensure_future(ask(engine, key, [100])) for key in (1, 2))
+        running = asyncio.ensure_future(ask(engine, 1, [100]))
+        waiting = asyncio.ensure_future(ask(engine, 2, [100]))
         await asyncio.sleep(0.505)
         await engine.abort_all(1.0)
         return (
@@ -325,9 +326,8 @@ def test_another_engine_gives_the_same_run(monkeypatch, mode, sigma):
     monkeypatch.setattr(simulation.run, "SimulatedEngine", Reference)
     reference = simulate(plan, models(0.6), lengths=Reference.lengths)
     for name in ("time/step_s", "time/trainer_wait_s", "time/generator_wait_s", "staleness/mean"):
-        mean, expected = (
-            np.mean([row[name] for row in totals.rows[5:]]) for totals in (simulated, reference)
-        )
+        mean = np.mean([row[name] for row in simulated.rows[5:]])
+        expected = np.mean([row[name] for row in reference.rows[5:]])
         scale = (
             1
             if name == "staleness/mean"

@@ -61,12 +61,10 @@ def with_stream(
     body, run_ahead=1, max_in_flight=3, start=GenerateFrom(0, []), judge=lambda group: group
 ):
     async def run():
-        background, channel, rollouts, pulse = (
-            Background(),
-            FakeChannel(start),
-            FakeRollouts(),
-            Pulse(),
-        )
+        background = Background()
+        channel = FakeChannel(start)
+        rollouts = FakeRollouts()
+        pulse = Pulse()
         admission = Admission(
             prompts_per_step=2, run_ahead=run_ahead, max_in_flight=max_in_flight, end=12
         )

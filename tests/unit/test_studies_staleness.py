@@ -40,7 +40,9 @@ def judged(**differences: tuple[float, ...]) -> dict[str, Comparison]:
     }
 
 
-ONE, FOUR, FREE = (setting.name for setting in (Setting(1, 1), Setting(4, 8), Setting(None, 8)))
+ONE = Setting(1, 1).name
+FOUR = Setting(4, 8).name
+FREE = Setting(None, 8).name
 
 
 def test_runs_are_paired_by_seed():

@@ -137,7 +137,8 @@ def test_top_k_is_at_most_the_vocabulary_of_the_teacher(tmp_path: Path) -> None:
 
 def test_a_teacher_must_fit_the_policy(tmp_path: Path) -> None:
     size = json.loads((MODEL / "config.json").read_text())["vocab_size"]
-    small, large = (shaped(tmp_path / str(change), vocab_size=size + change) for change in (-4, 4))
+    small = shaped(tmp_path / "small", vocab_size=size - 4)
+    large = shaped(tmp_path / "large", vocab_size=size + 4)
     scores = shaped(
         tmp_path / "scores", architectures=["LlamaForSequenceClassification"], num_labels=1
     )

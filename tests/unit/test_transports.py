@@ -175,13 +175,15 @@ def test_landing_memory_is_freed_before_it_is_opened_again(monkeypatch):
 
     def allocate(size: int, device: torch.device) -> torch.Tensor:
         assert not any(ref() is not None for ref in alive)
-        alive.append(weakref.ref(memory := landing_memory(size, device)))
+        memory = landing_memory(size, device)
+        alive.append(weakref.ref(memory))
         return memory
 
     engine: Any = SimpleNamespace(get_rpc_port=lambda: 1, batch_register_memory=lambda *_: 0)
     monkeypatch.setattr(mooncake, "open_engine", lambda *_: engine)
     monkeypatch.setattr(mooncake, "landing_memory", allocate)
-    parameters, memory = {"a": torch.zeros(6, 5)}, MooncakeMemory()
+    parameters = {"a": torch.zeros(6, 5)}
+    memory = MooncakeMemory()
     live = LiveParameters(0, "mooncake", Host(), "10.0.0.1", parameters, lambda: parameters)
     for rows in (4, 3):
         endpoint = memory.open(live, Offer(landing=[("a", Box((1, 0), (rows, 2)))]))
