@@ -151,32 +151,32 @@ def test_row_rests_by_its_scores_and_waits_for_them() -> None:
     def curriculum() -> Curriculum:
         return Curriculum(lambda ordinal: Place(0, *divmod(ordinal, 10)), rest_epochs=2)
 
-    one = curriculum()
-    assert one.begin(3) is Verdict.BEGINS
-    assert one.begin(13) is Verdict.WAITS
-    assert one.begin(14) is Verdict.BEGINS
-    one.finish(3, outside=True)
-    assert [one.begin(ordinal) for ordinal in (13, 23, 33)] == [
+    fresh = curriculum()
+    assert fresh.begin(3) is Verdict.BEGINS
+    assert fresh.begin(13) is Verdict.WAITS
+    assert fresh.begin(14) is Verdict.BEGINS
+    fresh.finish(3, outside=True)
+    assert [fresh.begin(ordinal) for ordinal in (13, 23, 33)] == [
         Verdict.RESTS,
         Verdict.RESTS,
         Verdict.BEGINS,
     ]
-    one.finish(33, outside=False)
-    assert one.begin(43) is Verdict.BEGINS
-    again = curriculum()
-    again.resume(outside=[3, 25], scored=[14])
-    assert [again.begin(ordinal) for ordinal in (13, 25, 35, 55)] == [
+    fresh.finish(33, outside=False)
+    assert fresh.begin(43) is Verdict.BEGINS
+    resumed = curriculum()
+    resumed.resume(outside=[3, 25], scored=[14])
+    assert [resumed.begin(ordinal) for ordinal in (13, 25, 35, 55)] == [
         Verdict.RESTS,
         Verdict.BEGINS,
         Verdict.WAITS,
         Verdict.WAITS,
     ]
-    assert again.begin(14) is Verdict.BEGINS and again.begin(24) is Verdict.BEGINS, (
+    assert resumed.begin(14) is Verdict.BEGINS and resumed.begin(24) is Verdict.BEGINS, (
         "its scores are known, and were inside"
     )
-    again.finish(14, outside=True)
-    again.finish(24, outside=False)
-    assert again.begin(34) is Verdict.BEGINS, "the first scores of 14 count"
+    resumed.finish(14, outside=True)
+    resumed.finish(24, outside=False)
+    assert resumed.begin(34) is Verdict.BEGINS, "the first scores of 14 count"
 
 
 def test_the_band_of_pass_rates() -> None:

@@ -61,12 +61,14 @@ def test_proposal_fits_and_is_legal(name: str, gpus: int) -> None:
     _, spec = load(name)
     result, proposal = found_for(name, gpus)
     assert problems(proposal, spec) == []
-    then = estimate(proposal, spec)
-    assert then.overfull == {}
-    t = proposal.trainer
-    g = proposal.generator
-    assert t.tp * t.pp * t.cp * t.dp + g.engines * g.tp <= gpus
-    assert then.train.total == pytest.approx(result.trainer.seconds)
+    planned = estimate(proposal, spec)
+    assert planned.overfull == {}
+    trainer = proposal.trainer
+    generator = proposal.generator
+    assert (
+        trainer.tp * trainer.pp * trainer.cp * trainer.dp + generator.engines * generator.tp <= gpus
+    )
+    assert planned.train.total == pytest.approx(result.trainer.seconds)
     assert 0 < result.theta < 1
     assert 0 < result.balanced_theta < 1
 
@@ -98,12 +100,12 @@ def test_proposal_fits_by_its_own_plan(name: str, overrides: tuple[str, ...], gp
 def test_memory_to_spare_is_that_of_the_proposal(overrides: tuple[str, ...]) -> None:
     config, spec = load("8b_aipo", *overrides)
     result, proposal = search(config, spec, 8)
-    then = estimate(proposal, spec)
+    planned = estimate(proposal, spec)
     assert result.generator.over_gib == pytest.approx(
-        then.groups[0].over_gib(then.cluster.gpu), abs=1e-6
+        planned.groups[0].over_gib(planned.cluster.gpu), abs=1e-6
     )
     assert result.trainer.over_gib == pytest.approx(
-        then.trainer.total / GIB - then.cluster.gpu.memory_gib
+        planned.trainer.total / GIB - planned.cluster.gpu.memory_gib
     )
 
 
@@ -120,10 +122,12 @@ def test_memory_to_spare_is_that_of_the_proposal(overrides: tuple[str, ...]) -> 
 )
 def test_proposal_is_no_slower_than_the_shipped_config(name: str) -> None:
     config, spec = load(name)
-    t = config.trainer
-    g = config.generator
+    trainer = config.trainer
+    generator = config.generator
     shipped = estimate(config, spec)
-    _, proposal = found_for(name, t.tp * t.pp * t.cp * t.dp + g.engines * g.tp)
+    _, proposal = found_for(
+        name, trainer.tp * trainer.pp * trainer.cp * trainer.dp + generator.engines * generator.tp
+    )
     assert estimate(proposal, spec).step_s <= 1.02 * shipped.step_s
 
 
@@ -135,18 +139,20 @@ def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int)
         "launch.ranks_per_node=4",
         "trainer.sequence_parallel=false",
     )
-    one = Search(config, spec, gpus)
+    exhaustive = Search(config, spec, gpus)
     unit = 4 if gpus > 16 else 1  # whole nodes
-    every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
+    step_s_by_split = {split: exhaustive._step_s(split) for split in range(unit, gpus, unit)}
     result = Search(config, spec, gpus).run()
-    assert every[round(result.theta * gpus)] == pytest.approx(min(every.values()), rel=1e-3)
+    assert step_s_by_split[round(result.theta * gpus)] == pytest.approx(
+        min(step_s_by_split.values()), rel=1e-3
+    )
 
 
 def test_sides_get_no_slower_with_more_gpus() -> None:
     """Bisection depends on this."""
     config, spec = load("70b_aipo")
-    one = Search(config, spec, 256)
-    for best_side in (one.trainer, one.generator):
+    planner = Search(config, spec, 256)
+    for best_side in (planner.trainer, planner.generator):
         sides = [best_side(gpus) for gpus in range(8, 256, 8)]
         times = [side.seconds if side else math.inf for side in sides]
         # except for sizes that do not divide
@@ -184,10 +190,10 @@ def test_remedies_make_a_config_fit(name: str, overrides: tuple[str, ...]) -> No
     assert {remedy.side for remedy in proposed} == set(before.overfull)
     for remedy in proposed:
         # with exactly the printed words
-        again, _ = load(name, *overrides, *as_overrides(remedy.settings).split())
-        assert again == with_settings(config, remedy.settings)
-        assert problems(again, spec) == []
-        assert remedy.side not in estimate(again, spec).overfull, as_overrides(remedy.settings)
+        remedied, _ = load(name, *overrides, *as_overrides(remedy.settings).split())
+        assert remedied == with_settings(config, remedy.settings)
+        assert problems(remedied, spec) == []
+        assert remedy.side not in estimate(remedied, spec).overfull, as_overrides(remedy.settings)
 
 
 def test_config_that_fits_has_no_remedy() -> None:

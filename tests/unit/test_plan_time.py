@@ -486,9 +486,9 @@ def test_the_scheduler_works_while_the_gpu_computes() -> None:
 
 def test_a_batch_of_tokens_wakes_more_experts() -> None:
     model = GenerateModel(QWEN_30B, GeneratorConfig(tp=2), "bfloat16", H100)
-    one = model.decode_step(1, 0).memory
+    one_token = model.decode_step(1, 0).memory
     all_ = model.decode_step(1000, 0).memory
-    assert one < all_ / 5
+    assert one_token < all_ / 5
     assert all_ == pytest.approx(
         (model.weights.streamed + model.weights.expert) / (0.8 * 3.35e12), rel=1e-3
     )

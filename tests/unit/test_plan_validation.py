@@ -27,9 +27,9 @@ def test_every_published_row_is_there() -> None:
 
 def test_the_constants_are_the_fit() -> None:
     """A further round of the fit that begins at the code's constants changes none of them."""
-    again = fit(rounds=1, start=FIT)
+    refitted = fit(rounds=1, start=FIT)
     for name in FITTED:
-        assert getattr(again, name) == pytest.approx(getattr(FIT, name), rel=5e-3), name
+        assert getattr(refitted, name) == pytest.approx(getattr(FIT, name), rel=5e-3), name
 
 
 def test_held_out_rows_do_not_move_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:

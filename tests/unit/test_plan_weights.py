@@ -253,8 +253,8 @@ class TestResume:
         (tmp_path / "run/config.yaml").write_text(dump_config(first_plan.config))
         with_weights(output)
         (output / WARM_START).write_text(warm_start_record(first_plan.config))
-        again = resolve(first_plan.config, "train").weights
-        assert (again.path, again.warm_start, again.fingerprint) == (
+        weights = resolve(first_plan.config, "train").weights
+        assert (weights.path, weights.warm_start, weights.fingerprint) == (
             str(tmp_path / "model"),
             False,
             "00",

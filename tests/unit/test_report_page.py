@@ -301,13 +301,13 @@ def test_repeated_update_of_a_resumed_run_has_its_own_times(
     ):
         path = folder / "trace" / f"{name}.jsonl"
         events = [json.loads(line) for line in path.read_text().splitlines()]
-        again = [
+        repeated = [
             {**event, "ts": event["ts"] + shift_us, "dur": event["dur"] * times}
             for event in events
             for kind, times in kinds.items()
             if event["name"].startswith(kind) and event["name"].endswith(" 6")
         ]
-        path.write_text("".join(json.dumps(event) + "\n" for event in [*events, *again]))
+        path.write_text("".join(json.dumps(event) + "\n" for event in [*events, *repeated]))
     with open(folder / "trace" / "trainer.1.jsonl", "a") as file:
         for ts in (1.0, 1e30):
             file.write(

@@ -250,18 +250,18 @@ def test_new_lines_are_read_once_and_cut_files_afresh(tmp_path: Path) -> None:
             for new_group in [group(8, 8, 2, np.random.default_rng(0))]
         ],
     )
-    new = reader.read(follow=True)
-    assert new["steps"] == [8]
-    assert new["metrics"]["new"] == [2.0]
-    assert new["samples"]["index"]["step"] == [7, 7]
+    appended = reader.read(follow=True)
+    assert appended["steps"] == [8]
+    assert appended["metrics"]["new"] == [2.0]
+    assert appended["samples"]["index"]["step"] == [7, 7]
     writer.close()
     writer = MetricsWriter(tmp_path, resume_step=3)
     for step in range(3, 12):
         writer.write(step, {"loss": -1.0})
-    again = reader.read(follow=True)
-    assert again["afresh"]
-    assert again["steps"] == list(range(12))
-    assert again["metrics"]["loss"][3:] == [-1.0] * 9
+    reread = reader.read(follow=True)
+    assert reread["afresh"]
+    assert reread["steps"] == list(range(12))
+    assert reread["metrics"]["loss"][3:] == [-1.0] * 9
 
 
 def test_followed_run_shows_the_samples_of_its_last_step(tmp_path: Path) -> None:

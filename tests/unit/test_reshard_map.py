@@ -107,10 +107,10 @@ def test_schedule_has_each_write_once_and_both_ends_agree():
         depths = [
             (min(w.depth for w in b.writes), max(w.depth for w in b.writes)) for b in rank_batches
         ]
-        for (_, last), (first, _), (one, two) in zip(
+        for (_, last), (first, _), (batch_before, batch_after) in zip(
             depths, depths[1:], itertools.pairwise(rank_batches)
         ):
-            assert one.wave == two.wave or last < first
+            assert batch_before.wave == batch_after.wave or last < first
 
 
 MIXTURE = ModelSpec(

@@ -78,12 +78,12 @@ def test_damaged_state_is_one_message_with_a_remedy(
     with pytest.raises(ConfigError) as raised:
         check_resume_point(tmp_path, latest_checkpoint(tmp_path))
     (problem,) = raised.value.problems
-    then = (
+    consequence = (
         "step_000002 serves then" if older else "there is no older one, so the run begins anew then"
     )
     damage = "is missing" if content is None else "is damaged: it has "
     assert problem.startswith(f"{newest}: state.json {damage}")
-    assert problem.endswith(f". Move this folder away: {then}")
+    assert problem.endswith(f". Move this folder away: {consequence}")
 
 
 def test_dry_run_checks_the_checkpoint_of_the_next_run(
@@ -224,11 +224,11 @@ def test_copied_checkpoint_is_refused_by_the_step_in_its_name(
             load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}", "max_steps=8"]),
             command,
         )
-    then = "so it was copied or renamed. Move this folder away: step_000004 is the newest then"
-    assert f"{copy}: was saved after step 4, not 8 (state.json), {then}" in raised.value.problems
+    reason = "so it was copied or renamed. Move this folder away: step_000004 is the newest then"
+    assert f"{copy}: was saved after step 4, not 8 (state.json), {reason}" in raised.value.problems
     shutil.rmtree(source)
     assert [*check_names(tmp_path / run)] == [
-        f"{copy}: was saved after step 4, not 8 (state.json), {then.partition(':')[0]}: there is "
+        f"{copy}: was saved after step 4, not 8 (state.json), {reason.partition(':')[0]}: there is "
         "no other"
     ]
     assert latest_checkpoint(tmp_path / run).step == 0

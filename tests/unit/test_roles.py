@@ -240,7 +240,7 @@ def test_a_resumed_run_keeps_its_reward(tmp_path: Path) -> None:
     )
     (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
     (tmp_path / "run/config.yaml").write_text(dump_config(first_config))
-    now = config(
+    second_config = config(
         tmp_path, "reward.parts.a.name=math", "reward.parts.a.weight=2", "reward.parts.c.name=math"
     )
     fixed = [
@@ -265,7 +265,7 @@ def test_a_resumed_run_keeps_its_reward(tmp_path: Path) -> None:
     assert sorted(problem for problem in problems if problem.startswith("reward.")) == [
         message.format(f"{tmp_path}/run") for message in fixed
     ]
-    assert "eval.suites.x.source=null, was x.jsonl" in changes(now)
+    assert "eval.suites.x.source=null, was x.jsonl" in changes(second_config)
 
 
 def test_the_answer_column_is_read_as_scores_need_it() -> None:

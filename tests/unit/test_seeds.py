@@ -78,12 +78,12 @@ def test_continued_response_keeps_its_seed() -> None:
 
 
 def test_seeds_count_requests_of_the_same_tokens() -> None:
-    one = Seeds(0)
+    first = Seeds(0)
     repeated = Seeds(0)
-    assert (one.next([1]), one.next([2])) == (repeated.next([1]), repeated.next([2])), (
+    assert (first.next([1]), first.next([2])) == (repeated.next([1]), repeated.next([2])), (
         "a run repeats them"
     )
-    late = one.next([1])
+    late = first.next([1])
     repeated.next([3])
     assert repeated.next([1]) == late, "whatever was asked for in between"
     assert len({Seeds(0).next([1]), late, Seeds(1).next([1])}) == 3

@@ -48,13 +48,13 @@ FREE = Setting(None, 8).name
 def test_runs_are_paired_by_seed():
     """Seeds differ by 0.08, so without pairs the standard error would be 0.03."""
     row = (0.002, -0.006, 0.001)
-    got = judged(**{ONE: row})[ONE]
-    assert got.difference == pytest.approx(np.mean(row))
-    assert got.noise == pytest.approx(np.std(row, ddof=1) / math.sqrt(3))
-    assert got.at_most == pytest.approx(0.001 + 2 * got.noise)
-    assert got.same
+    comparison = judged(**{ONE: row})[ONE]
+    assert comparison.difference == pytest.approx(np.mean(row))
+    assert comparison.noise == pytest.approx(np.std(row, ddof=1) / math.sqrt(3))
+    assert comparison.at_most == pytest.approx(0.001 + 2 * comparison.noise)
+    assert comparison.same
     assert compare(list(reversed(results(**{ONE: row}))))[0].difference == pytest.approx(
-        got.difference
+        comparison.difference
     )
 
 
