@@ -249,7 +249,8 @@ def test_messages_read_ahead_are_kept_and_wake_waiting_callers(hub, key):
         assert time.monotonic() < deadline, "nobody reads ahead"
         time.sleep(0.01)
     assert peer.wait(60), "though the socket has nothing more"
-    assert [offer.version for offer in peer.drain(WeightsOffer)] == [3, 4] and not peer.wait(0)
+    assert [offer.version for offer in peer.drain(WeightsOffer)] == [3, 4]
+    assert not peer.wait(0)
     hub._socket.send_multipart([b"trainer.0", b"\x81"])
     peer._reader.join(30)
     with pytest.raises(UnknownMessage):

@@ -24,12 +24,11 @@ CASES = [("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")]
 def test_rows_have_prompt_and_cases_by_their_starter_code(tmp_path: Path) -> None:
     functional = row([("3\n[1, 2]", "6"), ("1\n[4]", "5")], "total")
     program, function = rows_of("livecodebench", [row(CASES), functional], tmp_path)
-    assert (
-        "### Question:\nPrint the sum.\n" in program.prompt
-        and "# YOUR CODE HERE" in program.prompt
-        and "stdin" in program.prompt
-    )
-    assert "def total(self" in function.prompt and "YOUR CODE" not in function.prompt
+    assert "### Question:\nPrint the sum.\n" in program.prompt
+    assert "# YOUR CODE HERE" in program.prompt
+    assert "stdin" in program.prompt
+    assert "def total(self" in function.prompt
+    assert "YOUR CODE" not in function.prompt
     assert cases_of(program.answer) == (
         [stdin for stdin, _ in CASES],
         [stdout for _, stdout in CASES],
@@ -42,12 +41,10 @@ def test_rows_as_apps_and_verl_have_them() -> None:
     assert cases_of(json.dumps({"inputs": ["1"], "outputs": ["2"]})) == (["1"], ["2"], None)
     assert cases_of(json.dumps([{"input": "1", "output": "2"}])) == (["1"], ["2"], None)
     called = cases_of(json.dumps({"inputs": [[[1], 2]], "outputs": [[3]], "fn_name": "f"}))
-    assert (
-        called == ([[[1], 2]], [[[3], 3]], "f")
-        and called.passed(0, "3")
-        and called.passed(0, "[3]")
-        and not called.passed(0, "[[3]]")
-    )
+    assert called == ([[[1], 2]], [[[3], 3]], "f")
+    assert called.passed(0, "3")
+    assert called.passed(0, "[3]")
+    assert not called.passed(0, "[[3]]")
 
 
 def test_dates_and_releases_choose_problems(tmp_path: Path) -> None:
@@ -67,9 +64,8 @@ def test_dates_and_releases_choose_problems(tmp_path: Path) -> None:
         rows = load_rows(dataset, key, 0, answers_of(config, True, "own"))
         return [problem.prompt.split("number ")[1][0] for problem in rows]
 
-    assert problem_numbers(subset="release_v3") == ["1", "2", "3"] and problem_numbers(
-        subset="v2"
-    ) == ["2"]
+    assert problem_numbers(subset="release_v3") == ["1", "2", "3"]
+    assert problem_numbers(subset="v2") == ["2"]
     assert problem_numbers(subset="release_v3", since="2024-08-01") == ["2", "3"]
     assert problem_numbers(subset="release_v3", since="2024-08-01", until="2024-08-01") == ["2"]
     with pytest.raises(

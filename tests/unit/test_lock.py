@@ -40,11 +40,10 @@ def holder(tmp_path):
 def test_a_second_launch_is_refused_before_anything_starts(holder, tmp_path, capsys):
     assert main(["sft", str(ROOT / "configs/quickstart.yaml"), f"run_dir={tmp_path}"]) == 2
     message = capsys.readouterr().err
-    assert (
-        message.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already")
-        and len(message.splitlines()) == 1
-    )
-    assert f"already, process {holder.pid} on " in message and message.endswith("; end it first\n")
+    assert message.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already")
+    assert len(message.splitlines()) == 1
+    assert f"already, process {holder.pid} on " in message
+    assert message.endswith("; end it first\n")
     assert [path.name for path in tmp_path.iterdir()] == [".launch"]
 
 

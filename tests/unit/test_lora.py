@@ -167,11 +167,9 @@ def test_trainer_memory_has_gradients_of_adapters_alone(tmp_path: Path) -> None:
     merges = adapter_elements(
         config(tmp_path, "lora.rank=8", "lora.sync=merge"), spec, trainer, "cuda"
     )
-    with_adapters, full = (
-        trainer_memory(
-            spec, trainer, "bfloat16", GPUS["H100"], reference=True, adapter_elements=elements
-        )
-        for elements in (merges, None)
+    full = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], reference=True)
+    with_adapters = trainer_memory(
+        spec, trainer, "bfloat16", GPUS["H100"], reference=True, adapter_elements=merges
     )
     ((adapters, merged),) = adapter_elements_by_stage(spec, trainer, "bfloat16", RANK8)
     # qkv, o, gate and up, down
@@ -183,46 +181,37 @@ def test_trainer_memory_has_gradients_of_adapters_alone(tmp_path: Path) -> None:
     ]
     assert adapters.total == 32 * 8 * sum(inner)
     assert merged.total == pytest.approx((parameter_count(spec) - 2 * 128256 * 4096) / 8, rel=1e-3)
-    assert (
-        with_adapters.gradients == 4 * adapters.total
-        and with_adapters.optimizer == 12 * adapters.total / 2
-    )
+    assert with_adapters.gradients == 4 * adapters.total
+    assert with_adapters.optimizer == 12 * adapters.total / 2
     assert with_adapters.weights == full.weights + 2 * (adapters.total + merged.total)
     assert (with_adapters.reference, full.reference) == (
         0,
         full.weights,
-    ) and with_adapters.activations == full.activations
+    )
+    assert with_adapters.activations == full.activations
 
 
 def test_a_plan_with_adapters_takes_less_time_and_memory(tmp_path: Path) -> None:
     spec = load_spec(MODEL)
     sizes = ["trainer.tp=8", "trainer.dp=2"]
-    full, with_adapters = (
-        estimate(config(tmp_path, *sizes, *settings), spec) for settings in ([], ["lora.rank=8"])
-    )
-    assert (
-        with_adapters.saving < full.saving / 100
-        and with_adapters.trainer.total < full.trainer.total
-    )
+    full = estimate(config(tmp_path, *sizes), spec)
+    with_adapters = estimate(config(tmp_path, *sizes, "lora.rank=8"), spec)
+    assert with_adapters.saving < full.saving / 100
+    assert with_adapters.trainer.total < full.trainer.total
     assert 0.6 < with_adapters.train.compute / full.train.compute < 0.75, "two products of three"
-    assert (
-        with_adapters.train.data_parallel < full.train.data_parallel / 10
-        and with_adapters.generate == full.generate
-    )
+    assert with_adapters.train.data_parallel < full.train.data_parallel / 10
+    assert with_adapters.generate == full.generate
 
 
 def test_a_plan_with_adapters_alone_or_merged(tmp_path: Path) -> None:
     spec = load_spec(MODEL)
     sizes = ["trainer.tp=8", "trainer.dp=2", "generator.tp=2"]
-    full, alone, merged = (
-        estimate(config(tmp_path, *sizes, *settings), spec)
-        for settings in ([], ["lora.rank=8"], ["lora.rank=8", "lora.sync=merge"])
-    )
+    full = estimate(config(tmp_path, *sizes), spec)
+    alone = estimate(config(tmp_path, *sizes, "lora.rank=8"), spec)
+    merged = estimate(config(tmp_path, *sizes, "lora.rank=8", "lora.sync=merge"), spec)
     ((_, copies),) = adapter_elements_by_stage(spec, TrainerConfig(tp=8, dp=2), "bfloat16", RANK8)
-    assert (
-        merged.trainer.weights - alone.trainer.weights == 2 * copies.total
-        and merged.trainer.weights > full.trainer.weights
-    )
+    assert merged.trainer.weights - alone.trainer.weights == 2 * copies.total
+    assert merged.trainer.weights > full.trainer.weights
     inner = [
         3 * 4096 + (4096 + 2 * 1024) // 2,
         4096 // 2 + 4096,
@@ -232,11 +221,9 @@ def test_a_plan_with_adapters_alone_or_merged(tmp_path: Path) -> None:
     assert alone.generator.weights - full.generator.weights == 2 * (2 * 32 * 8 * sum(inner)), (
         "two slots in bf16"
     )
-    assert (
-        merged.generator == full.generator
-        and merged.sync_s == full.sync_s
-        and alone.sync_s < full.sync_s / 50
-    )
+    assert merged.generator == full.generator
+    assert merged.sync_s == full.sync_s
+    assert alone.sync_s < full.sync_s / 50
 
 
 class TestAdapterFolder:
@@ -320,7 +307,8 @@ class TestAdapterFolder:
             in of_others
         )
         assert f"tensor {stem}mlp.down_proj.lora_B.weight belongs to no target" in of_others
-        (folder := tmp_path / "many").mkdir()
+        folder = tmp_path / "many"
+        folder.mkdir()
         (folder / "adapter_model.safetensors").write_bytes(
             (tmp_path / "adapter/adapter_model.safetensors").read_bytes()
         )
@@ -328,11 +316,10 @@ class TestAdapterFolder:
             json.dumps(adapter_settings(RANK8, targets(self.spec()), None, 0.0))
         )
         of_many = self.problems(LoraConfig(rank=8, init=str(folder)))
-        assert len(of_many) == 11 and of_many[-1] == "4 more tensors"
+        assert len(of_many) == 11
+        assert of_many[-1] == "4 more tensors"
 
     def test_folder_without_an_adapter_is_refused(self, tmp_path: Path) -> None:
         (problem,) = self.problems(replace(self.LORA, init=str(tmp_path)))
-        assert (
-            problem.startswith("is not the folder of a PEFT adapter: ")
-            and "adapter_config.json" in problem
-        )
+        assert problem.startswith("is not the folder of a PEFT adapter: ")
+        assert "adapter_config.json" in problem

@@ -62,11 +62,10 @@ def test_a_node_knows_its_place_from_srun_torchrun_or_alone():
 
 
 def test_network_interface_is_for_gloo_and_on_request_for_nccl():
-    assert interface_with(address_of("lo", 2)) == "lo" and interface_with("192.0.2.1") is None
-    assert (
-        network("ib0", for_nccl=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
-        and network(None, for_nccl=False) == {}
-    )
+    assert interface_with(address_of("lo", 2)) == "lo"
+    assert interface_with("192.0.2.1") is None
+    assert network("ib0", for_nccl=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert network(None, for_nccl=False) == {}
     assert network("ib0", for_nccl=True) == {
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",

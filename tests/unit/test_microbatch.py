@@ -35,13 +35,15 @@ def test_plan(
 ) -> None:
     ranks = plan_microbatches(lengths, dp, max_tokens, alignment, squares)
     assert len(ranks) == dp
-    assert len({len(plan) for plan in ranks}) == 1 and len(ranks[0]) >= 1
+    assert len({len(plan) for plan in ranks}) == 1
+    assert len(ranks[0]) >= 1
     sizes = [-(-(length - 1) // alignment.sequence) * alignment.sequence for length in lengths]
     predict = [i for i, length in enumerate(lengths) if length > 1]
     assert sorted(i for plan in ranks for m in plan for i in m.indices) == predict
     for microbatch in (m for plan in ranks for m in plan):
         assert len(microbatch.boundaries) == max(1, len(microbatch.indices)) + 1
-        assert microbatch.boundaries[0] == 0 and microbatch.positions % alignment.microbatch == 0
+        assert microbatch.boundaries[0] == 0
+        assert microbatch.positions % alignment.microbatch == 0
         for (start, end), index in zip(pairwise(microbatch.boundaries), microbatch.indices):
             padding = end - start - (lengths[index] - 1)
             assert (end - start) % alignment.sequence == 0
@@ -81,11 +83,13 @@ def test_balance_is_of_cost_and_not_of_tokens() -> None:
     With attention's quadratic cost it costs as much as eleven.
     """
     lengths = [701] + [101] * 14
-    by_tokens, by_cost = (
-        plan_microbatches(lengths, 2, 10_000, squares=squares) for squares in (0.0, 1e-3)
-    )
-    assert [sum(len(m.indices) for m in plan) for plan in by_tokens] == [5, 10]
-    assert [sum(len(m.indices) for m in plan) for plan in by_cost] == [3, 12]
+
+    def sequences_by_rank(squares: float) -> list[int]:
+        ranks = plan_microbatches(lengths, 2, 10_000, squares=squares)
+        return [sum(len(microbatch.indices) for microbatch in plan) for plan in ranks]
+
+    assert sequences_by_rank(0.0) == [5, 10]
+    assert sequences_by_rank(1e-3) == [3, 12]
 
 
 def test_microbatches_of_a_rank_cost_the_same_too() -> None:
@@ -147,9 +151,8 @@ def test_the_last_token_is_only_predicted() -> None:
 @pytest.mark.parametrize(("lengths", "count"), [([], 4), ([9] * 4, 4), ([9] * 5, 8)])
 def test_number_of_microbatches_is_a_multiple_of_the_stages(lengths: list[int], count: int) -> None:
     (plan,) = plan_microbatches(lengths, dp=1, max_tokens=8, count_multiple=4)
-    assert len(plan) == count and sorted(i for p in plan for i in p.indices) == list(
-        range(len(lengths))
-    )
+    assert len(plan) == count
+    assert sorted(i for p in plan for i in p.indices) == list(range(len(lengths)))
 
 
 @pytest.mark.parametrize("arrays", [False, True])
@@ -164,23 +167,19 @@ def test_build_lays_sequences_end_to_end(arrays: bool) -> None:
         reference = [np.array(row, np.float32) for row in reference]
     # the last one has a position of padding
     batch = build(MicrobatchPlan((2, 0), (0, 2, 4)), sequences, CPU, reference)
-    assert (
-        batch.inputs.tolist() == [7, 8, 5, 0]
-        and batch.targets.tolist() == [8, 9, 6, 0]
-        and batch.inputs.dtype == torch.int64
-    )
-    assert batch.boundaries.tolist() == [0, 2, 4] and batch.boundaries.dtype == torch.int32
-    assert (
-        batch.loss_mask.tolist() == [True, True, True, False]
-        and batch.loss_mask.dtype == torch.bool
-    )
+    assert batch.inputs.tolist() == [7, 8, 5, 0]
+    assert batch.targets.tolist() == [8, 9, 6, 0]
+    assert batch.inputs.dtype == torch.int64
+    assert batch.boundaries.tolist() == [0, 2, 4]
+    assert batch.boundaries.dtype == torch.int32
+    assert batch.loss_mask.tolist() == [True, True, True, False]
+    assert batch.loss_mask.dtype == torch.bool
     assert batch.scored.tolist() == batch.loss_mask.tolist()
-    assert (
-        batch.mu_logprobs.tolist() == [-0.5, -0.5, -0.5, 0.0]
-        and batch.mu_logprobs.dtype == torch.float32
-    )
+    assert batch.mu_logprobs.tolist() == [-0.5, -0.5, -0.5, 0.0]
+    assert batch.mu_logprobs.dtype == torch.float32
     assert batch.advantages.tolist() == [2.0, 2.0, 2.0, 0.0]
-    assert batch.reference_logprobs is not None and batch.reference_logprobs.tolist() == [
+    assert batch.reference_logprobs is not None
+    assert batch.reference_logprobs.tolist() == [
         -2.0,
         -3.0,
         -1.0,
@@ -190,11 +189,9 @@ def test_build_lays_sequences_end_to_end(arrays: bool) -> None:
 
 def test_build_of_an_empty_microbatch_is_masked_padding() -> None:
     batch = build(MicrobatchPlan((), (0, 3)), [], CPU)
-    assert (
-        batch.inputs.tolist() == batch.targets.tolist() == [0, 0, 0]
-        and not batch.loss_mask.any()
-        and batch.reference_logprobs is None
-    )
+    assert batch.inputs.tolist() == batch.targets.tolist() == [0, 0, 0]
+    assert not batch.loss_mask.any()
+    assert batch.reference_logprobs is None
     assert batch.boundaries.tolist() == [0, 3]
 
 

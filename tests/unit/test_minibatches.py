@@ -112,7 +112,8 @@ def test_truncated_samples_count_in_rewards_and_not_in_the_loss(
     # with a bonus, nothing else is left out
     algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean, entropy_coefficient=0.1))
     masked = masked_places(batch, mask_truncated=True)
-    assert masked == {2, 4} and masked_places(batch, mask_truncated=False) == set()
+    assert masked == {2, 4}
+    assert masked_places(batch, mask_truncated=False) == set()
     sequences = to_train_sequences(
         batch, algorithm.advantages(batch_rewards(batch)), algorithm.skip_zero, masked
     )
@@ -174,7 +175,8 @@ def test_a_rank_is_assigned_what_it_trains_on_in_any_mini_batch():
         lengths = [2 + batch.samples[place].tokens for place in minibatch.places]
         for rank, plan in enumerate(plan_microbatches(lengths, 3, 8)):
             needed[rank] |= {minibatch.places[i] for microbatch in plan for i in microbatch.indices}
-    assert assigned == [sorted(places) for places in needed] and set().union(*needed) == trained
+    assert assigned == [sorted(places) for places in needed]
+    assert set().union(*needed) == trained
     assert max(Counter(chain(*assigned)).values()) > 1, "another rank's in another epoch"
     batch.numbers.clear()
     assert steps.assign(batch) == assigned
@@ -246,7 +248,8 @@ def test_metrics_of_several_optimizer_steps():
         "tokens/padded": 0,
     }
     diverged = step_metrics([result(loss=math.nan, entropy=math.nan)], AIPO)
-    assert math.isnan(diverged["loss"]) and math.isnan(diverged["entropy/mean"])
+    assert math.isnan(diverged["loss"])
+    assert math.isnan(diverged["entropy/mean"])
 
 
 @pytest.mark.parametrize(

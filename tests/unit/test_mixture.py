@@ -42,10 +42,8 @@ def test_every_prefix_has_the_share_of_each_source(
     drawn = Counter[int]()
     for ordinal in range(period + 7):
         source = mixture.source(ordinal)
-        assert (
-            mixture.draw(ordinal) == drawn[source]
-            and mixture.ordinal(source, drawn[source]) == ordinal
-        )
+        assert mixture.draw(ordinal) == drawn[source]
+        assert mixture.ordinal(source, drawn[source]) == ordinal
         drawn[source] += 1
         assert all(
             abs(drawn[number] - Fraction(share * (ordinal + 1), period)) < 1
@@ -70,7 +68,8 @@ def test_quotas_are_exact_in_every_step() -> None:
     assert all(quota_and_weights.counts(16 * step, 16 * (step + 1))[0] == 6 for step in range(50))
     assert quota_and_weights.counts(0, 14 * 16 * 10) == [840, 300, 100, 1000]
     only = mixture(maths={"quota": 5}, code={"quota": 11})
-    assert only.counts(16 * 3, 16 * 4) == [5, 11] and mixture().names == ("",)
+    assert only.counts(16 * 3, 16 * 4) == [5, 11]
+    assert mixture().names == ("",)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,8 @@ def test_each_source_has_epochs_of_its_own() -> None:
         epochs = [
             rows_of_source[first : first + rows] for first in range(0, len(rows_of_source), rows)
         ]
-        assert all(len(set(epoch)) == rows for epoch in epochs) and len({*map(tuple, epochs)}) > 1
+        assert all(len(set(epoch)) == rows for epoch in epochs)
+        assert len({*map(tuple, epochs)}) > 1
     assert sources.place(35).epoch == 11
 
 
@@ -151,34 +151,32 @@ def test_row_rests_by_its_scores_and_waits_for_them() -> None:
     def curriculum() -> Curriculum:
         return Curriculum(lambda ordinal: Place(0, *divmod(ordinal, 10)), rest_epochs=2)
 
-    one = curriculum()
-    assert (
-        one.begin(3) is Verdict.BEGINS
-        and one.begin(13) is Verdict.WAITS
-        and one.begin(14) is Verdict.BEGINS
-    )
-    one.finish(3, outside=True)
-    assert [one.begin(ordinal) for ordinal in (13, 23, 33)] == [
+    fresh = curriculum()
+    assert fresh.begin(3) is Verdict.BEGINS
+    assert fresh.begin(13) is Verdict.WAITS
+    assert fresh.begin(14) is Verdict.BEGINS
+    fresh.finish(3, outside=True)
+    assert [fresh.begin(ordinal) for ordinal in (13, 23, 33)] == [
         Verdict.RESTS,
         Verdict.RESTS,
         Verdict.BEGINS,
     ]
-    one.finish(33, outside=False)
-    assert one.begin(43) is Verdict.BEGINS
-    again = curriculum()
-    again.resume(outside=[3, 25], scored=[14])
-    assert [again.begin(ordinal) for ordinal in (13, 25, 35, 55)] == [
+    fresh.finish(33, outside=False)
+    assert fresh.begin(43) is Verdict.BEGINS
+    resumed = curriculum()
+    resumed.resume(outside=[3, 25], scored=[14])
+    assert [resumed.begin(ordinal) for ordinal in (13, 25, 35, 55)] == [
         Verdict.RESTS,
         Verdict.BEGINS,
         Verdict.WAITS,
         Verdict.WAITS,
     ]
-    assert again.begin(14) is Verdict.BEGINS and again.begin(24) is Verdict.BEGINS, (
+    assert resumed.begin(14) is Verdict.BEGINS and resumed.begin(24) is Verdict.BEGINS, (
         "its scores are known, and were inside"
     )
-    again.finish(14, outside=True)
-    again.finish(24, outside=False)
-    assert again.begin(34) is Verdict.BEGINS, "the first scores of 14 count"
+    resumed.finish(14, outside=True)
+    resumed.finish(24, outside=False)
+    assert resumed.begin(34) is Verdict.BEGINS, "the first scores of 14 count"
 
 
 def test_the_band_of_pass_rates() -> None:

@@ -82,7 +82,8 @@ def test_states_the_tensors_that_transformers_saves():
 )
 def test_rope_is_read_in_the_old_and_in_the_new_form(rope):
     spec = load_spec({**CONFIG, **rope})
-    assert spec.rope_theta == 5e5 and dict(spec.rope_scaling) == SCALING
+    assert spec.rope_theta == 5e5
+    assert dict(spec.rope_scaling) == SCALING
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,8 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
     path.write_text(json.dumps(without(key)))
     with pytest.raises(ConfigError) as error:
         load_spec(tmp_path)
-    assert str(path) in str(error.value) and f"{key} is missing" in str(error.value)
+    assert str(path) in str(error.value)
+    assert f"{key} is missing" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +277,8 @@ def test_every_family_is_resharded_at_its_real_size(model, quantization):
     )
     prove_exactly_once(map)
     summary = map.summary()
-    assert summary.bytes == summary.bytes_minimum and summary.receiver_max_over_mean < 1.02
+    assert summary.bytes == summary.bytes_minimum
+    assert summary.receiver_max_over_mean < 1.02
     # runs of equal layers
     runs = (
         1 + len(set(range(spec.num_layers)) - set(spec.linear_layers)) if spec.linear_layers else 1
@@ -463,7 +466,8 @@ def test_model_beside_a_vision_tower_differs_only_in_names():
         for kind in ("gate_up", "down")
     }
     tied = load_spec(config | {"tie_word_embeddings": True})
-    assert tied.tie_word_embeddings and not beside.tie_word_embeddings
+    assert tied.tie_word_embeddings
+    assert not beside.tie_word_embeddings
 
 
 def test_gpt_oss_has_windows_in_every_other_layer_by_default():
@@ -475,7 +479,8 @@ def test_gpt_oss_has_windows_in_every_other_layer_by_default():
     )
     spec = load_spec(config)
     assert spec == load_spec({key: value for key, value in config.items() if key != "layer_types"})
-    assert spec.windowed_layers == tuple(range(0, 24, 2)) and (
+    assert spec.windowed_layers == tuple(range(0, 24, 2))
+    assert (
         spec.window,
         spec.activation_limit,
     ) == (128, 7.0)
@@ -501,7 +506,8 @@ def test_windows_are_read_in_the_old_and_in_the_new_form():
         ("sliding_attention", "full_attention")[layer in (5, 11, 17, 23)] for layer in range(26)
     ]
     spec = load_spec(old)
-    assert spec == load_spec(new) and len(spec.windowed_layers) == 22
+    assert spec == load_spec(new)
+    assert len(spec.windowed_layers) == 22
     assert (spec.rope_theta, spec.windowed_rope_theta, spec.window, spec.attention_scale) == (
         1e6,
         1e4,
@@ -514,7 +520,8 @@ def test_windows_are_read_in_the_old_and_in_the_new_form():
 def test_sequence_classification_of_one_label_has_a_scalar_head(labels):
     """The head shares no weights with the embedding, whatever config.json says about tying."""
     spec = load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
-    assert spec == load_spec(CONFIG).with_scalar_head() and (
+    assert spec == load_spec(CONFIG).with_scalar_head()
+    assert (
         spec.head,
         spec.tie_word_embeddings,
     ) == ("scalar", False)

@@ -69,9 +69,8 @@ def drafting(
 def test_mtp_layer_is_loaded_only_with_mtp() -> None:
     without = load_spec(GLM)
     with_layer = load_spec(GLM, mtp=True)
-    assert (without.mtp_layers, with_layer.mtp_layers) == (0, 1) and replace(
-        with_layer, mtp_layers=0
-    ) == without
+    assert (without.mtp_layers, with_layer.mtp_layers) == (0, 1)
+    assert replace(with_layer, mtp_layers=0) == without
     added = {t.name for t in hf_layout(with_layer, "bfloat16").tensors(0)} - {
         t.name for t in hf_layout(without, "bfloat16").tensors(0)
     }
@@ -229,7 +228,8 @@ def test_copy_that_differs_is_refused_by_the_rank_that_holds_it(
 
     With two stages the first holds the embedding, and the second the output layer.
     """
-    (name, stage), values = repeated, json.loads((GLM / "config.json").read_text())
+    name, stage = repeated
+    values = json.loads((GLM / "config.json").read_text())
     values |= dict.fromkeys(
         (
             "num_hidden_layers",
@@ -310,9 +310,8 @@ def test_a_warning_once_where_what_drafts_grows_stale() -> None:
         warnings.append(
             [acceptance.warning(version, accepted / 90) for acceptance in (stale, trained)]
         )
-    assert [bool(of_stale) for of_stale, _ in warnings] == [False, False, True, False] and not any(
-        of_trained for _, of_trained in warnings
-    )
+    assert [bool(of_stale) for of_stale, _ in warnings] == [False, False, True, False]
+    assert not any(of_trained for _, of_trained in warnings)
     assert "engines keep 44% of what is drafted, at first 67%" in warnings[2][0]
     assert stale.metrics(5, 0, 0, 0) == {}
     with pytest.raises(
@@ -351,16 +350,15 @@ def test_a_row_is_kept_as_far_as_it_was_drawn() -> None:
     lengths = torch.tensor([10, 20])
     mask = torch.zeros(2 * n * n, dtype=torch.bool)
     positions = torch.zeros(2 * n, dtype=torch.long)
-    places, children, siblings = (torch.zeros(2, n, dtype=torch.long) for _ in range(3))
+    places, children, siblings = torch.zeros(3, 2, n, dtype=torch.long)
     empty = torch.empty(0)
     kernels.build_tree_kernel_efficient_cpu(
         empty, empty, lengths, mask, positions, places, children, siblings, 1, n - 1, n, None
     )
-    assert (
-        positions.tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
-        and children.tolist() == [[1, 2, 3, -1]] * 2
-    )
-    assert (siblings == -1).all() and places.flatten().tolist() == [*range(8)]
+    assert positions.tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
+    assert children.tolist() == [[1, 2, 3, -1]] * 2
+    assert (siblings == -1).all()
+    assert places.flatten().tolist() == [*range(8)]
     candidates = torch.tensor([[7, 1, 2, 3], [7, 4, 5, 6]])
     drawn = torch.tensor([[1, 2, 9, 8], [4, 5, 6, 7]])
     predicts = torch.zeros(8, dtype=torch.int32)
@@ -371,10 +369,10 @@ def test_a_row_is_kept_as_far_as_it_was_drawn() -> None:
         retrive_index=places,
         retrive_next_token=children, retrive_next_sibling=siblings, target_predict=drawn,
     )  # fmt: skip
-    assert counts.tolist() == [2, 3] and accepted.tolist() == [[0, 1, 2, -1], [4, 5, 6, 7]]
-    assert predicts[accepted[0, :3].long()].tolist() == [1, 2, 9] and predicts[
-        accepted[1].long()
-    ].tolist() == [4, 5, 6, 7]
+    assert counts.tolist() == [2, 3]
+    assert accepted.tolist() == [[0, 1, 2, -1], [4, 5, 6, 7]]
+    assert predicts[accepted[0, :3].long()].tolist() == [1, 2, 9]
+    assert predicts[accepted[1].long()].tolist() == [4, 5, 6, 7]
 
 
 def test_a_branch_is_found_among_siblings() -> None:
@@ -382,18 +380,14 @@ def test_a_branch_is_found_among_siblings() -> None:
     before = torch.tensor(
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool
     )
-    positions, (places, children, siblings) = (
-        torch.zeros(4, dtype=torch.long),
-        (torch.zeros(1, 4, dtype=torch.long) for _ in range(3)),
-    )
+    positions = torch.zeros(4, dtype=torch.long)
+    places, children, siblings = torch.zeros(3, 1, 4, dtype=torch.long)
     kernels.reconstruct_indices_from_tree_mask(
         before.flatten(), torch.tensor([5]), positions, places, children, siblings, 1, 4
     )
-    assert (
-        positions.tolist() == [5, 6, 7, 6]
-        and children.tolist() == [[1, 2, -1, -1]]
-        and siblings.tolist() == [[-1, 3, -1, -1]]
-    )
+    assert positions.tolist() == [5, 6, 7, 6]
+    assert children.tolist() == [[1, 2, -1, -1]]
+    assert siblings.tolist() == [[-1, 3, -1, -1]]
 
 
 @pytest.mark.parametrize("algorithm", ["ngram", "nextn"])

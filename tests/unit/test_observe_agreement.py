@@ -77,9 +77,8 @@ def test_meters_equal_their_formulas(scale: float) -> None:
     totals = tally.totals(True)
     expected, histograms = meters(sequences)
     metrics = totals.metrics()
-    assert metrics.keys() == expected.keys() and {name.split("/")[1] for name in metrics} > set(
-        AGES
-    )
+    assert metrics.keys() == expected.keys()
+    assert {name.split("/")[1] for name in metrics} > set(AGES)
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(
             value, rel=0.015 if "p99" in name else 1e-9, abs=1e-7 if "p99" in name else 1e-300
@@ -122,7 +121,8 @@ def test_a_token_impossible_for_the_trainer_is_not_hidden() -> None:
         == metrics["agreement/kl_k3"]
         == math.inf
     )
-    assert metrics["agreement/ess"] == 0.5 and metrics["agreement/age_0/abs_diff_mean"] == 0
+    assert metrics["agreement/ess"] == 0.5
+    assert metrics["agreement/age_0/abs_diff_mean"] == 0
 
 
 def test_without_tokens_there_are_no_meters() -> None:
@@ -141,10 +141,8 @@ def test_histograms_are_written_and_drawn(tmp_path) -> None:
     writer.write(7, totals.metrics(), histograms=totals.histograms())
     writer.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert (
-        sum(row["agreement/histogram"]) == row["agreement/tokens"]
-        and len(row["agreement/histogram"]) == len(HISTOGRAM_EDGES) + 1
-    )
+    assert sum(row["agreement/histogram"]) == row["agreement/tokens"]
+    assert len(row["agreement/histogram"]) == len(HISTOGRAM_EDGES) + 1
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = open_tracker("tensorboard", TrackerSettings(tmp_path, project="", name="", config={}))
@@ -152,10 +150,8 @@ def test_histograms_are_written_and_drawn(tmp_path) -> None:
     board.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     (drawn,) = events.Histograms("agreement/histogram")
-    assert (
-        drawn.histogram_value.num == row["agreement/tokens"]
-        and drawn.histogram_value.bucket == row["agreement/histogram"]
-    )
+    assert drawn.histogram_value.num == row["agreement/tokens"]
+    assert drawn.histogram_value.bucket == row["agreement/histogram"]
     assert events.Scalars("agreement/ess")[0].value == pytest.approx(row["agreement/ess"])
 
 
@@ -228,7 +224,8 @@ def test_difference_over_the_limit_and_small_ess_are_advised() -> None:
         "(median of the last 1), over observe.probe_limit=0.05: they do not compute the same"
         in advisory
     )
-    assert describe_agreement(rows(math.nan)) and describe_agreement(rows(math.inf))
+    assert describe_agreement(rows(math.nan))
+    assert describe_agreement(rows(math.inf))
     assert describe_agreement(rows(*(2e-3 * NOISE[:9]), ess=0.2)) == ""
     assert "the effective sample size is 20% (median" in describe_agreement(
         rows(*(2e-3 * NOISE[:10]), ess=0.2)

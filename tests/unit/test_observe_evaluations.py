@@ -85,7 +85,8 @@ def test_evaluation_without_a_free_row_has_only_its_file(tmp_path: Path) -> None
     writer.close()
     write_result(tmp_path, 2, {"pass@1": 0.5})
     complete_metrics(tmp_path)
-    assert row_keys(tmp_path)[0]["eval/version"] == 0 and row_keys(tmp_path)[1] == {
+    assert row_keys(tmp_path)[0]["eval/version"] == 0
+    assert row_keys(tmp_path)[1] == {
         "eval/version": 2,
         "eval/pass@1": 0.5,
     }
@@ -105,9 +106,8 @@ def test_scores_that_were_copied_are_of_no_other_version(tmp_path: Path) -> None
     for version in (2, 6):
         write_result(tmp_path, version, {"pass@1": version / 8})
     copy = shutil.copy(tmp_path / "eval/version_000006.json", tmp_path / "eval/version_000008.json")
-    assert [result["version"] for result in read_results(tmp_path)] == [2, 6] and damaged_results(
-        tmp_path
-    ) == [copy]
+    assert [result["version"] for result in read_results(tmp_path)] == [2, 6]
+    assert damaged_results(tmp_path) == [copy]
     forget_after(tmp_path, 4)
     assert [result["version"] for result in read_results(tmp_path)] == [2]
 

@@ -55,7 +55,8 @@ def test_a_line_is_strict_json_with_the_values_given(tmp_path: Path) -> None:
         "grad_norm": None,
     }
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert math.isnan(row["loss"]) and row["sync/audit_ok"] is True
+    assert math.isnan(row["loss"])
+    assert row["sync/audit_ok"] is True
     writer.close()
 
 
@@ -123,9 +124,9 @@ def test_damaged_lines_are_skipped_and_listed(damage: bytes, tmp_path: Path) -> 
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
     assert damaged_lines(path) == [2]
     tail = MetricsTail(path)
-    assert (
-        tail.poll() == 4 and tail.poll() == 0 and [row["step"] for row in tail.rows] == [0, 1, 2, 3]
-    )
+    assert tail.poll() == 4
+    assert tail.poll() == 0
+    assert [row["step"] for row in tail.rows] == [0, 1, 2, 3]
 
 
 def test_last_line_without_newline_is_kept_on_resume(tmp_path: Path) -> None:
@@ -133,7 +134,8 @@ def test_last_line_without_newline_is_kept_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
     write_steps(tmp_path, range(3, 4), resume_step=3)
-    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3] and damaged_lines(path) == []
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
+    assert damaged_lines(path) == []
 
 
 def test_lines_end_at_newlines_only() -> None:
@@ -145,7 +147,8 @@ def test_tail_follows_growth_half_lines_and_a_resumed_run(tmp_path: Path) -> Non
     tail = MetricsTail(tmp_path / "metrics.jsonl")
     assert tail.poll() == 0
     write_steps(tmp_path, range(3))
-    assert tail.poll() == 3 and tail.poll() == 0
+    assert tail.poll() == 3
+    assert tail.poll() == 0
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step"')
         file.flush()
@@ -153,9 +156,11 @@ def test_tail_follows_growth_half_lines_and_a_resumed_run(tmp_path: Path) -> Non
         file.write(b': 3, "loss": 0}\n')
     assert tail.poll() == 1
     MetricsWriter(tmp_path, resume_step=2).close()
-    assert tail.poll() == 0 and [row["step"] for row in tail.rows] == [0, 1]
+    assert tail.poll() == 0
+    assert [row["step"] for row in tail.rows] == [0, 1]
     write_steps(tmp_path, range(2, 4), resume_step=2, mark="second")
-    assert tail.poll() == 2 and tail.rows == read_metrics(tmp_path / "metrics.jsonl")
+    assert tail.poll() == 2
+    assert tail.rows == read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_distributions_are_quantiles_in_the_line(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ def test_a_warm_start_prints_few_of_its_many_steps_and_the_last(tmp_path: Path) 
     run_steps(tmp_path, 0, 50, make=lambda step: {"loss": 1.0, "samples_per_s": 2.0})
     progress.close()
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert lines[0] == ["step", "loss", "smp/s"] and [line[0] for line in lines[1:]] == [
+    assert lines[0] == ["step", "loss", "smp/s"]
+    assert [line[0] for line in lines[1:]] == [
         "0",
         "20",
         "40",
@@ -107,9 +108,10 @@ def test_terminal_shows_last_steps_progress_and_waits(tmp_path: Path) -> None:
         progress.poll()
         shown = console.file.getvalue()
     progress.close()
-    assert (
-        "30 of 40 steps" in shown and "0.290" in shown and "0.200" in shown and "0.190" not in shown
-    )
+    assert "30 of 40 steps" in shown
+    assert "0.290" in shown
+    assert "0.200" in shown
+    assert "0.190" not in shown
     assert "waiting for batch 30 from generator.0" in shown
     assert max(map(len, shown.splitlines())) <= 100
     assert "\x1b[?25h" in console.file.getvalue()  # the cursor is back
@@ -148,16 +150,15 @@ def test_held_out_scores_and_advisories_are_printed_once(tmp_path: Path) -> None
         "  held-out, version 4: pass@1 0.500, reward 0.250, hard pass@4 0.125"
     ]
     (advisory_line,) = [number for number, line in enumerate(lines) if line.startswith("!")]
-    assert (
-        "all rewards have been equal (0) for 5 steps" in lines[advisory_line]
-        and lines[advisory_line - 1].split()[0] == "6"
-    )
+    assert "all rewards have been equal (0) for 5 steps" in lines[advisory_line]
+    assert lines[advisory_line - 1].split()[0] == "6"
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     run_steps(tmp_path, 8, 9, equal)
     progress = Progress(tmp_path, 20, console)
     progress.close()
     shown = console.file.getvalue()
-    assert "held-out, version 4" in shown and "all rewards have been equal (0) for 7 steps" in shown
+    assert "held-out, version 4" in shown
+    assert "all rewards have been equal (0) for 7 steps" in shown
 
 
 def test_the_sources_of_a_mixture_and_prompts_at_rest_fit_a_line() -> None:
@@ -188,7 +189,9 @@ def test_of_many_engines_the_longest_waiting_are_shown(tmp_path: Path) -> None:
         boards[index].set("serves")
     progress.close()
     shown = console.file.getvalue()
-    assert "engine.7" in shown and "12 more" in shown and "engine.19" not in shown
+    assert "engine.7" in shown
+    assert "12 more" in shown
+    assert "engine.19" not in shown
 
 
 def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
@@ -234,11 +237,9 @@ def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
         "t.wait",
         "g.wait",
     ]
-    assert (
-        all(len(line.split()) == 11 for line in output.splitlines()[1:11])
-        and "! all rewards have been equal" in output
-        and len(COLUMNS) == 13
-    )
+    assert all(len(line.split()) == 11 for line in output.splitlines()[1:11])
+    assert "! all rewards have been equal" in output
+    assert len(COLUMNS) == 13
 
 
 def test_starting_engines_show_the_last_line_of_their_logs(tmp_path: Path) -> None:
@@ -254,14 +255,13 @@ def test_starting_engines_show_the_last_line_of_their_logs(tmp_path: Path) -> No
     progress._news_at -= 100
     progress.poll()
     output = " ".join(console.file.getvalue().split())
-    assert (
-        "engine.0: starting: Capturing batches (bs=4): 60%| 3/5 [00:12<00:08]" in output
-        and "not this" not in output
-    )
+    assert "engine.0: starting: Capturing batches (bs=4): 60%| 3/5 [00:12<00:08]" in output
+    assert "not this" not in output
     StatusBoard(tmp_path, "engine.0").set("serves weights version 0")
     progress._news_at -= 100
     progress.close()
-    assert console.file.getvalue().count("starting: Cap") == 1 and board.text == "starting"
+    assert console.file.getvalue().count("starting: Cap") == 1
+    assert board.text == "starting"
 
 
 def test_long_work_says_how_far_it_is_and_what_is_left(tmp_path: Path, monkeypatch) -> None:
@@ -310,7 +310,8 @@ def test_cell_without_a_value_is_a_dash(tmp_path: Path):
     run_steps(tmp_path, 0, 1, lambda step: row)
     progress.close()
     text = console.file.getvalue()
-    assert "nan" not in text and "held-out, version 1: pass@1 –, reward –" in text
+    assert "nan" not in text
+    assert "held-out, version 1: pass@1 –, reward –" in text
     (line,) = (line for line in text.splitlines() if line.split()[0] == "0")
     assert {*line.split()} == {"0", "–", "–/–"}
     assert source_line({"step": 0, **row}) == "prompts, step 0: a 1 (reward –)"
@@ -334,4 +335,5 @@ def test_steps_without_a_loss_have_headings_of_their_own(tmp_path: Path):
     assert ["loss" in line for line in lines if "step" in line] == [
         False,
         True,
-    ] and "nan" not in console.file.getvalue()
+    ]
+    assert "nan" not in console.file.getvalue()

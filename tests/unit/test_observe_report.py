@@ -59,11 +59,9 @@ def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
     assert "1.00 steps on average, 2 at most" in text
     assert "at most 3.1e-05 between trainer and generator, 4 probes" in text
     assert "29 of 30 equal bit for bit" in text
-    assert (
-        "15 samples/s, 5 tokens/s" in text
-        and "a step takes 0.215 s" in text
-        and "training 0.100 s" in text
-    )
+    assert "15 samples/s, 5 tokens/s" in text
+    assert "a step takes 0.215 s" in text
+    assert "training 0.100 s" in text
     assert "turns" not in text
     assert "not measured after" in " ".join(
         summarize(tmp_path, [{"version": 0, "pass@1": 0.1}]).split()
@@ -143,7 +141,8 @@ def test_summary_leaves_out_steps_that_train_only_the_critic(tmp_path: Path) -> 
     assert "entropy 2.7 nats a token in the first 5 steps that have one, 2.7 in the last 5" in text
     assert "0.027 mean log-prob difference in the first 5 steps that have one" in text
     assert "without them the reward was 0.250 in the last 5 steps that have one" in text
-    assert "reward 0.500 in the first 10 steps, 0.500 in the last 10" in text and "nan" not in text
+    assert "reward 0.500 in the first 10 steps, 0.500 in the last 10" in text
+    assert "nan" not in text
 
 
 def test_no_line_of_a_summary_prints_nan(tmp_path: Path) -> None:
@@ -179,7 +178,8 @@ def test_report_compares_first_and_last_evaluation(
     text = finish_report(tmp_path)
     assert "0.125 before, 1.000 after" in text
     for name in ("report.png", "trace.json"):
-        assert str(tmp_path / name) in text and (tmp_path / name).stat().st_size > 0
+        assert str(tmp_path / name) in text
+        assert (tmp_path / name).stat().st_size > 0
 
 
 def test_moving_mean_is_that_of_the_steps_so_far() -> None:
@@ -203,7 +203,8 @@ def test_traces_are_merged_with_a_track_for_each_process(tmp_path: Path) -> None
     names = {
         event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
     }
-    assert sorted(names.values()) == ["generator.0", "trainer.0"] and len(names) == 2
+    assert sorted(names.values()) == ["generator.0", "trainer.0"]
+    assert len(names) == 2
     for pid in names:
         spans = {
             event["name"]: event for event in events if event["pid"] == pid and event["ph"] == "X"
@@ -211,12 +212,11 @@ def test_traces_are_merged_with_a_track_for_each_process(tmp_path: Path) -> None
         outer = spans["outer"]
         inner = spans["inner"]
         beside = spans["beside"]
-        assert outer["args"] == {"step": 7} and outer["tid"] == inner["tid"] != beside["tid"]
+        assert outer["args"] == {"step": 7}
+        assert outer["tid"] == inner["tid"] != beside["tid"]
         # us; floats of 1e15
-        assert (
-            outer["ts"] <= inner["ts"]
-            and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
-        )
+        assert outer["ts"] <= inner["ts"]
+        assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
         assert beside["ts"] >= outer["ts"] + outer["dur"] - 1
 
 
@@ -243,13 +243,13 @@ def test_rollouts_are_written_for_reading(tmp_path: Path) -> None:
     path = write_rollouts(tmp_path, 12, shown(group("two"), group("drei")))
     assert path == tmp_path / "rollouts" / "step_000012.txt"
     text = path.read_text()
-    assert text.count("| two") == 2 and text.count("| drei") == 2
-    assert (
-        "prompt 11" in text
-        and "| 1+1=" in text
-        and "reward 0.5, versions 3 to 4, 2 tokens, finish reason length" in text
-    )
-    assert write_rollouts(tmp_path, 13, []) is None and len(list(path.parent.iterdir())) == 1
+    assert text.count("| two") == 2
+    assert text.count("| drei") == 2
+    assert "prompt 11" in text
+    assert "| 1+1=" in text
+    assert "reward 0.5, versions 3 to 4, 2 tokens, finish reason length" in text
+    assert write_rollouts(tmp_path, 13, []) is None
+    assert len(list(path.parent.iterdir())) == 1
 
 
 def test_turns_are_told_apart(tmp_path: Path) -> None:
@@ -278,9 +278,10 @@ def test_model_output_is_escaped_in_rollout_files(tmp_path: Path) -> None:
     allowed = {"\n"}
     assert not [c for c in text if not c.isprintable() and c not in allowed]
     assert not [line for line in text.splitlines() if line.startswith("response 9")]
-    assert (
-        "\\x1b]0;title\\x07" in text and "\\u202e" in text and "\\ud800" in text and "é語" in text
-    )
+    assert "\\x1b]0;title\\x07" in text
+    assert "\\u202e" in text
+    assert "\\ud800" in text
+    assert "é語" in text
     assert escape("\\x1b") == "\\\\x1b" != escape("\x1b")  # different texts stay different
 
 
@@ -325,16 +326,17 @@ def test_damaged_files_are_left_out_of_the_report_and_named(tmp_path: Path) -> N
         assert [result["version"] for result in read_results(tmp_path)] == [
             0,
             1,
-        ] and damaged_results(tmp_path) == [damaged]
+        ]
+        assert damaged_results(tmp_path) == [damaged]
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b"garbage\n")
     (tmp_path / "trace").mkdir(exist_ok=True)
     (tmp_path / "trace/trainer.0.jsonl").write_bytes(b'garbage\n[]\n{"name": "no time"}\n\xff\n')
     text = finish_report(tmp_path)
-    assert "0.500 before, 0.750 after" in text and f"left out, as damaged    {damaged}" in text
-    assert f"left out, as damaged    {tmp_path}/metrics.jsonl: line 4" in text and json.loads(
-        (tmp_path / "trace.json").read_text()
-    )
+    assert "0.500 before, 0.750 after" in text
+    assert f"left out, as damaged    {damaged}" in text
+    assert f"left out, as damaged    {tmp_path}/metrics.jsonl: line 4" in text
+    assert json.loads((tmp_path / "trace.json").read_text())
 
 
 def test_ordinals_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> None:

@@ -80,8 +80,10 @@ def test_any_text_fits_the_record(tmp_path: Path, text: str) -> None:
     assert (tmp_path / "status" / "trainer.0").stat().st_size == RECORD_BYTES
     (status,) = read_statuses(tmp_path)
     one_line = " ".join(text.replace("\ud800", "?").split())
-    assert one_line.startswith(status.text) and (len(one_line) < 60) <= (status.text == one_line)
-    assert before_s - 1 < status.since_s < time.time() + 1 and status.age_s < 60
+    assert one_line.startswith(status.text)
+    assert (len(one_line) < 60) <= (status.text == one_line)
+    assert before_s - 1 < status.since_s < time.time() + 1
+    assert status.age_s < 60
 
 
 def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:

@@ -79,15 +79,12 @@ def test_share_has_the_numbers_of_its_samples_alone(drawn_groups, data):
     assert sorted(numbers_by_place) == places
     for place, numbers in numbers_by_place.items():
         prompt, sample = flat[place]
-        assert (
-            numbers.prompt_ids.tolist() == prompt.token_ids
-            and numbers.token_ids.tolist() == sample.token_ids.tolist()
-        )
-        assert (
-            numbers.logprobs.tobytes() == sample.logprobs.tobytes()
-            and numbers.routing == sample.routing
-        )
-        assert numbers.kept == sample.kept and numbers.teachers == sample.teachers
+        assert numbers.prompt_ids.tolist() == prompt.token_ids
+        assert numbers.token_ids.tolist() == sample.token_ids.tolist()
+        assert numbers.logprobs.tobytes() == sample.logprobs.tobytes()
+        assert numbers.routing == sample.routing
+        assert numbers.kept == sample.kept
+        assert numbers.teachers == sample.teachers
         mask = (
             [True] * len(sample.token_ids)
             if numbers.policy_mask is None
@@ -139,4 +136,5 @@ def test_only_the_beginning_of_a_long_reference_is_packed():
         texts_of(pack(Group(Prompt(0, [1], "", "x" * size), [sample])).texts).answer
         for size in (10_000, 10_001)
     )
-    assert short == "x" * 10_000 and long == "x" * 10_000 + "… (10001 characters)"
+    assert short == "x" * 10_000
+    assert long == "x" * 10_000 + "… (10001 characters)"

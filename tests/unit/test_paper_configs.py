@@ -99,10 +99,10 @@ ROWS = re.findall(
 def test_a_papers_run_loads_fits_and_can_be_started(
     name: str, overrides: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(ROWS) == 11 and {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(
-        PAPERS
-    )
-    path, (trainer, generator, settings) = f"configs/papers/{name}.yaml", PAPERS[name]
+    assert len(ROWS) == 11
+    assert {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
+    path = f"configs/papers/{name}.yaml"
+    trainer, generator, settings = PAPERS[name]
     config = load_config(path, overrides.split())
     t = config.trainer
     g = config.generator

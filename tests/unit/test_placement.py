@@ -78,9 +78,8 @@ def test_every_rank_has_a_slot_of_its_own(trainer, engines, tp, frozen, slots):
             for part in node.engines
             if (part.fleet, part.engine) == (fleet.name, engine)
         ]
-        assert [part.part for part in parts] == list(range(parts[0].parts)) and sum(
-            part.ranks for part in parts
-        ) == fleet.tp
+        assert [part.part for part in parts] == list(range(parts[0].parts))
+        assert sum(part.ranks for part in parts) == fleet.tp
 
 
 def test_slots_are_asked_for_or_gpus_or_spread():

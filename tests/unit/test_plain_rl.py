@@ -59,9 +59,8 @@ def responses_of(method: plain_rl.Method) -> plain_rl.Responses:
 def test_each_method_runs_and_pushes_its_loss_down(name: str, models: dict[str, Path]) -> None:
     method = begin(name, models)
     metrics = method.run()
-    assert (
-        all(math.isfinite(value) for value in metrics.values()) and 0 <= metrics["right_after"] <= 1
-    )
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert 0 <= metrics["right_after"] <= 1
     if name == "ppo":
         return
     responses = responses_of(method)
@@ -87,7 +86,8 @@ def test_response_counts_up_to_its_end_without_padding(
         prompt_ids = method.tokenizer(prompt).input_ids
         response_ids = responses.ids[row, 1:][responses.written[row].bool()].tolist()
         lengths.append(len(response_ids))
-        assert end not in response_ids[:-1] and (len(response_ids) == 12 or response_ids[-1] == end)
+        assert end not in response_ids[:-1]
+        assert len(response_ids) == 12 or response_ids[-1] == end
         assert (
             responses.ids[row][responses.token_mask[row].bool()].tolist()
             == prompt_ids + response_ids

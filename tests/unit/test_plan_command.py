@@ -49,16 +49,17 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_fits(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = plan(capsys, str(path))
-    assert facts["fits"] is True and facts["too_large_gib"] == {} and facts["remedies"] == []
+    assert facts["fits"] is True
+    assert facts["too_large_gib"] == {}
+    assert facts["remedies"] == []
     assert (
         max(facts["trainer_gib_per_gpu"], facts["generator_gib_per_gpu"])
         < 0.95 * facts["gpu_memory_gib"]
     )
     assert list(facts)[7:17] == KEYS
     sides = facts["train_s"], facts["generate_s"]
-    assert max(sides) < facts["step_s"] and facts["speedup"] == pytest.approx(
-        facts["sync_baseline_step_s"] / facts["step_s"]
-    )
+    assert max(sides) < facts["step_s"]
+    assert facts["speedup"] == pytest.approx(facts["sync_baseline_step_s"] / facts["step_s"])
     assert sum(facts["trainer_memory_gib"].values()) == pytest.approx(facts["trainer_gib_per_gpu"])
     assert sum(facts["train_parts_s"].values()) == pytest.approx(facts["train_s"])
 
@@ -100,7 +101,8 @@ def test_plan_that_does_not_fit_prints_excess_and_remedies(
     arguments = ["configs/70b_aipo.yaml", "trainer.tp=4", "trainer.dp=34"]
     facts = plan(capsys, *arguments)
     over = facts["trainer_gib_per_gpu"] - facts["gpu_memory_gib"]
-    assert facts["fits"] is False and facts["binding"] == "memory of the trainer"
+    assert facts["fits"] is False
+    assert facts["binding"] == "memory of the trainer"
     assert facts["too_large_gib"] == {"trainer": pytest.approx(over)}
     assert cli.main(["plan", *arguments]) == 1
     out = capsys.readouterr().out
@@ -111,7 +113,8 @@ def test_plan_that_does_not_fit_prints_excess_and_remedies(
         if line.strip().startswith("trainer.tp=8 trainer.dp=17")
     )
     again = plan(capsys, *arguments, *remedy.rpartition(":")[0].split())
-    assert again["fits"] is True and remedy.endswith(f"{again['trainer_gib_per_gpu']:.1f} GiB")
+    assert again["fits"] is True
+    assert remedy.endswith(f"{again['trainer_gib_per_gpu']:.1f} GiB")
 
 
 @pytest.mark.parametrize(
@@ -122,29 +125,27 @@ def test_a_search_prints_overrides_that_plan_the_same(
 ) -> None:
     arguments = ["configs/8b_aipo.yaml", *overrides, "--search", "--gpus", "16"]
     facts = plan(capsys, *arguments)
-    assert facts["fits"] and set(facts["search"]) == {"settings", "theta", "balanced_theta"}
+    assert facts["fits"]
+    assert set(facts["search"]) == {"settings", "theta", "balanced_theta"}
     assert cli.main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "search     16 GPUs" in out and "lemma B.3" in out
+    assert "search     16 GPUs" in out
+    assert "lemma B.3" in out
     printed = shlex.split(out.splitlines()[-1])
     again = plan(capsys, *printed)
-    assert (
-        again["step_s"] == pytest.approx(facts["step_s"]) and again["trainer"] == facts["trainer"]
-    )
+    assert again["step_s"] == pytest.approx(facts["step_s"])
+    assert again["trainer"] == facts["trainer"]
 
 
 def test_settings_that_the_plan_ignores_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """They include no setting whose absence would change the plan."""
     known_args = "{chunked_prefill_size: 512, disable_overlap_schedule: true, kv_cache_dtype: bf16}"
     counted = ["trainer.ddp.overlap_grad_reduce=false", f"generator.server_args={known_args}"]
-    with_settings, plain = (
-        plan(capsys, "configs/405b_aipo.yaml", *overrides) for overrides in (counted, [])
-    )
-    assert (
-        with_settings["not_counted"] == []
-        and with_settings["train_s"] > plain["train_s"]
-        and with_settings["generate_s"] > plain["generate_s"]
-    )
+    with_settings = plan(capsys, "configs/405b_aipo.yaml", *counted)
+    plain = plan(capsys, "configs/405b_aipo.yaml")
+    assert with_settings["not_counted"] == []
+    assert with_settings["train_s"] > plain["train_s"]
+    assert with_settings["generate_s"] > plain["generate_s"]
     activations = [facts["generator_memory_gib"]["activations"] for facts in (with_settings, plain)]
     assert activations[0] < activations[1]
     left_out = ["trainer.megatron.recompute_granularity", "generator.server_args.kv_cache_dtype"]
@@ -170,10 +171,10 @@ def test_settings_that_the_plan_ignores_are_named(capsys: pytest.CaptureFixture[
 def test_a_plan_says_what_training_refuses_on_these_gpus(capsys, gpu, refused):
     arguments = ["configs/8b_aipo.yaml", f"cluster.gpu={gpu}", "generator.quantization=fp8_block"]
     facts = plan(capsys, *arguments)
-    assert len(facts["refused"]) == bool(refused) and all(
-        refused in problem for problem in facts["refused"]
-    )
-    assert facts["fits"] is not bool(refused) and cli.main(["plan", *arguments]) == bool(refused)
+    assert len(facts["refused"]) == bool(refused)
+    assert all(refused in problem for problem in facts["refused"])
+    assert facts["fits"] is not bool(refused)
+    assert cli.main(["plan", *arguments]) == bool(refused)
     assert (
         "refused    by megarl train: generator.quantization=fp8_block: " + refused
         in capsys.readouterr().out
@@ -196,17 +197,13 @@ def test_a_plan_fits_only_if_training_accepts_it(
 ) -> None:
     arguments = [f"configs/{name}.yaml", *override.split()]
     facts = plan(capsys, *arguments)
-    assert (
-        facts["fits"] is False
-        and facts["too_large_gib"] == {}
-        and override.split("=")[0] in facts["refused"][0]
-    )
+    assert facts["fits"] is False
+    assert facts["too_large_gib"] == {}
+    assert override.split("=")[0] in facts["refused"][0]
     assert cli.main(["plan", *arguments]) == 1
     out = capsys.readouterr().out
-    assert (
-        "fits       no: into memory, but megarl train refuses" in out
-        and f"refused    by megarl train: {facts['refused'][0]}" in out
-    )
+    assert "fits       no: into memory, but megarl train refuses" in out
+    assert f"refused    by megarl train: {facts['refused'][0]}" in out
 
 
 @pytest.mark.parametrize(
@@ -244,45 +241,36 @@ def test_a_step_overlaps_where_the_run_would(capsys: pytest.CaptureFixture[str])
         facts = plan(capsys, "configs/quickstart.yaml", *arguments)
         return facts["step_s"] > facts["train_s"] + facts["generate_s"]
 
-    assert (
-        not sums("async.capacity=null")
-        and not sums("async.capacity=null", "--search", "--gpus", "4")
-        and not sums("async.capacity=4")
-    )
-    assert sums("async.capacity=0") and sums("async.capacity=null", "async.max_staleness=0")
+    assert not sums("async.capacity=null")
+    assert not sums("async.capacity=null", "--search", "--gpus", "4")
+    assert not sums("async.capacity=4")
+    assert sums("async.capacity=0")
+    assert sums("async.capacity=null", "async.max_staleness=0")
 
 
 def test_the_synchronous_baseline_scores_by_the_reference_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plain, penalised = (
-        plan(capsys, "configs/8b_aipo.yaml", f"algorithm.kl_coef={kl}") for kl in ("0", "0.1")
-    )
-    assert (
-        penalised["train_s"] > plain["train_s"]
-        and penalised["sync_baseline_step_s"] > plain["sync_baseline_step_s"]
-    )
+    plain = plan(capsys, "configs/8b_aipo.yaml", "algorithm.kl_coef=0")
+    penalised = plan(capsys, "configs/8b_aipo.yaml", "algorithm.kl_coef=0.1")
+    assert penalised["train_s"] > plain["train_s"]
+    assert penalised["sync_baseline_step_s"] > plain["sync_baseline_step_s"]
 
 
 def test_larger_gpus_hold_more_and_decode_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    h100, h200, b200 = (
-        plan(capsys, "configs/70b_aipo.yaml", f"cluster.gpu={gpu}")
-        for gpu in ("H100", "H200", "B200")
-    )
+    h100 = plan(capsys, "configs/70b_aipo.yaml", "cluster.gpu=H100")
+    h200 = plan(capsys, "configs/70b_aipo.yaml", "cluster.gpu=H200")
+    b200 = plan(capsys, "configs/70b_aipo.yaml", "cluster.gpu=B200")
     assert h100["generate_s"] > h200["generate_s"] > b200["generate_s"]
-    assert (
-        h100["train_s"] == pytest.approx(h200["train_s"], rel=0.05)
-        and b200["train_s"] < 0.7 * h100["train_s"]
-    )
+    assert h100["train_s"] == pytest.approx(h200["train_s"], rel=0.05)
+    assert b200["train_s"] < 0.7 * h100["train_s"]
 
 
 def test_the_setting_names_the_machines_that_are_known() -> None:
     limit = settings()["cluster.gpu"].limit
-    assert (
-        limit is not None
-        and all(map(limit.accepts, GPUS))
-        and limit.text == "one of " + ", ".join(GPUS)
-    )
+    assert limit is not None
+    assert all(map(limit.accepts, GPUS))
+    assert limit.text == "one of " + ", ".join(GPUS)
 
 
 def test_planning_imports_no_torch() -> None:
@@ -309,10 +297,8 @@ def test_theory_prints_closed_form_beside_the_search(
     assert theory["search"]["theta"] == plan(capsys, path, "--search")["search"]["theta"]
     closed_form = theory["closed_form"]
     synchronous = theory["synchronous"]
-    assert (
-        theory["speedup_bound"] == pytest.approx(synchronous["step_s"] / closed_form["step_s"])
-        and theory["speedup_bound"] > 1
-    )
+    assert theory["speedup_bound"] == pytest.approx(synchronous["step_s"] / closed_form["step_s"])
+    assert theory["speedup_bound"] > 1
     # there the search splits the optimizer over replicas, which the paper does not
     if name != "qwen3_30b_a3b_aipo":
         assert closed_form["step_s"] < theory["search"]["step_s"], (
@@ -320,7 +306,5 @@ def test_theory_prints_closed_form_beside_the_search(
         )
     assert cli.main(["plan", path, "--theory"]) == 0
     out = capsys.readouterr().out
-    assert (
-        f"at least x{theory['speedup_bound']:.2f} as fast (theorem 7.5)" in out
-        and max(map(len, out.splitlines())) <= 140
-    )
+    assert f"at least x{theory['speedup_bound']:.2f} as fast (theorem 7.5)" in out
+    assert max(map(len, out.splitlines())) <= 140

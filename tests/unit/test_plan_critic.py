@@ -34,7 +34,8 @@ def test_critic_begins_with_weights_of_the_policy_or_its_own(tmp_path: Path) -> 
     of_policy = resolve(config(tmp_path, PPO))
     assert of_policy.critic == of_policy.spec
     smaller = resolve(config(tmp_path, PPO, critic(tmp_path / "critic", num_hidden_layers=4)))
-    assert smaller.critic is not None and (smaller.critic.head, smaller.critic.num_layers) == (
+    assert smaller.critic is not None
+    assert (smaller.critic.head, smaller.critic.num_layers) == (
         "scalar",
         4,
     )
@@ -106,7 +107,8 @@ def test_trainer_memory_counts_the_critic() -> None:
         spec, trainer, "bfloat16", GPUS["H100"], critic=spec.with_scalar_head()
     )
     alone = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"])
-    assert with_critic.total - alone.total == with_critic.critic and alone.critic == 0
+    assert with_critic.total - alone.total == with_critic.critic
+    assert alone.critic == 0
     head = 128256 * 4096 / 8
     assert with_critic.critic == pytest.approx(
         (2 + 4 + 12 / 2) * (with_critic.weights / 2 - head), rel=1e-3
@@ -116,16 +118,12 @@ def test_trainer_memory_counts_the_critic() -> None:
 def test_a_plan_with_a_critic_takes_longer_and_more_memory(tmp_path: Path) -> None:
     sizes = ["trainer.tp=8", "trainer.dp=2", "algorithm.loss_mean=token"]
     spec = load_spec(MODEL)
-    without, beside = (
-        estimate(config(tmp_path, *sizes, *settings), spec) for settings in ([], [PPO])
-    )
-    assert (
-        beside.trainer.critic > 0 == without.trainer.critic and beside.saving > 1.8 * without.saving
-    )
-    assert (
-        1.9 < beside.train.compute / without.train.compute < 2.4
-        and beside.generate == without.generate
-    )
+    without = estimate(config(tmp_path, *sizes), spec)
+    beside = estimate(config(tmp_path, *sizes, PPO), spec)
+    assert beside.trainer.critic > 0 == without.trainer.critic
+    assert beside.saving > 1.8 * without.saving
+    assert 1.9 < beside.train.compute / without.train.compute < 2.4
+    assert beside.generate == without.generate
     small = estimate(
         config(tmp_path, *sizes, PPO, critic(tmp_path / "critic", num_hidden_layers=4)), spec
     )

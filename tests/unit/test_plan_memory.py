@@ -170,10 +170,8 @@ def test_zero_splits_dense_and_experts_over_their_own_meshes() -> None:
 
 def test_a_frozen_reference_is_a_copy_of_the_weights() -> None:
     trainer = TrainerConfig(tp=4)
-    alone, beside = (
-        trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100, reference=r)
-        for r in (False, True)
-    )
+    alone = trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100)
+    beside = trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100, reference=True)
     assert beside.total - alone.total == beside.reference == alone.weights
 
 
@@ -248,7 +246,9 @@ def test_kv_cache_of_a_token() -> None:
     """
     llama = spec("llama-3.1-8b")
     deepseek = spec("deepseek-v3")
-    one, eight, sixteen = (GeneratorConfig(tp=tp) for tp in (1, 8, 16))
+    one = GeneratorConfig(tp=1)
+    eight = GeneratorConfig(tp=8)
+    sixteen = GeneratorConfig(tp=16)
     assert kv_bytes_per_token(llama, one, 2) == 32 * 2 * 8 * 128 * 2 == 131072
     assert (
         kv_bytes_per_token(llama, eight, 2) == kv_bytes_per_token(llama, sixteen, 2) == 131072 / 8
@@ -312,9 +312,8 @@ def test_a_kv_cache_fills_a_gpu_up_to_mem_fraction() -> None:
     llama = spec("llama-3.1-8b")
     generator = GeneratorConfig(tp=1, max_concurrency=128)
     planned = generator_memory(llama, generator, "bfloat16", WORK, H100)
-    assert planned.static == pytest.approx(
-        usable_static(generator, H100), abs=131072
-    ) and planned.static <= usable_static(generator, H100)
+    assert planned.static == pytest.approx(usable_static(generator, H100), abs=131072)
+    assert planned.static <= usable_static(generator, H100)
     fixed = generator_memory(llama, GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
     assert fixed.kv_cache == 1000 * 131072
     shared = [
@@ -349,9 +348,8 @@ def test_a_kv_cache_on_a_cpu_is_as_large_as_requests_need() -> None:
         == tiny.max_position_embeddings
     )
     planned = generator_memory(large, many, "float32", WORK, cpu)
-    assert planned.kv_cache < 256 * (256 + 2048) * kv_bytes_per_token(
-        large, many, 4
-    ) and planned.static <= usable_static(many, cpu)
+    assert planned.kv_cache < 256 * (256 + 2048) * kv_bytes_per_token(large, many, 4)
+    assert planned.static <= usable_static(many, cpu)
 
 
 def test_kv_cache_holds_the_longest_response_of_a_suite() -> None:
@@ -380,19 +378,15 @@ def test_an_engine_prefills_in_chunks() -> None:
     """
     llama = spec("llama-3.1-8b")
     plain = GeneratorConfig(max_concurrency=64)
-    smaller, unchunked = (
-        GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": n})
-        for n in (2048, -1)
-    )
+    smaller = GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": 2048})
+    unchunked = GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": -1})
     assert [prefill_tokens(llama, plain, GPUS[gpu]) for gpu in ("H100", "H200", "B200")] == [
         8192,
         8192,
         16384,
     ]
-    assert (
-        prefill_tokens(llama, smaller, H100) == 2048
-        and prefill_tokens(llama, unchunked, H100) == 131072
-    )
+    assert prefill_tokens(llama, smaller, H100) == 2048
+    assert prefill_tokens(llama, unchunked, H100) == 131072
     activations = [
         generator_memory(llama, generator, "bfloat16", WORK, H100).activations
         for generator in (plain, smaller)

@@ -36,14 +36,10 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
     plan = resolve(
         config(tmp_path, *overrides, "rollout.prompts_per_step=6", "rollout.n=3", "max_steps=7")
     )
-    assert (
-        plan.trainer_topology == TrainerTopology(tp=4, pp=2, dp=3, zero=0)
-        and plan.trainer_topology.world_size == 24
-    )
-    assert (
-        plan.groups[0].topology == GeneratorTopology(engines=5, tp=2)
-        and generator_ranks(plan.groups) == 10
-    )
+    assert plan.trainer_topology == TrainerTopology(tp=4, pp=2, dp=3, zero=0)
+    assert plan.trainer_topology.world_size == 24
+    assert plan.groups[0].topology == GeneratorTopology(engines=5, tp=2)
+    assert generator_ranks(plan.groups) == 10
     assert (plan.steps, plan.sequences_per_step, plan.spec.num_layers) == (7, 18, 32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.steps = 8  # type: ignore[misc]
@@ -301,9 +297,8 @@ def test_shared_experts_that_cpu_engines_pad_one_by_one(tmp_path: Path) -> None:
         "padded; generator.tp=1 would do"
     )
     assert problem.endswith(f"the 96 ffn rows of an expert {remedy}")
-    assert resolve(config(tmp_path, model, *stages, "generator.tp=1")) and resolve(
-        config(tmp_path, model, *stages[:2], "generator.tp=2")
-    )
+    assert resolve(config(tmp_path, model, *stages, "generator.tp=1"))
+    assert resolve(config(tmp_path, model, *stages[:2], "generator.tp=2"))
 
 
 def test_engines_of_a_checkpoint_in_fp8_keep_its_format(tmp_path: Path) -> None:
@@ -429,10 +424,8 @@ def test_the_warm_start_has_parallel_sizes_of_its_own(tmp_path: Path) -> None:
     weights = with_weights(tmp_path / "weights")
     sizes = ["trainer.tp=2", "trainer.pp=2", "trainer.sequence_parallel=true", "sft.steps=1"]
     warm_start = resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "sft")
-    assert (
-        warm_start.trainer_topology == TrainerTopology(dp=2)
-        and not warm_start.config.trainer.sequence_parallel
-    )
+    assert warm_start.trainer_topology == TrainerTopology(dp=2)
+    assert not warm_start.config.trainer.sequence_parallel
     assert resolve(config(tmp_path, weights, *sizes), "sft").trainer_topology == TrainerTopology(
         tp=2, pp=2
     )
@@ -464,7 +457,5 @@ def test_problems_of_the_warm_starts_sizes_name_its_own_keys(tmp_path: Path) -> 
 )
 def test_every_shipped_config_resolves(path: Path, tmp_path: Path) -> None:
     plan = resolve(load_config(path, [f"run_dir={tmp_path}"]))
-    assert (
-        plan.trainer_topology.world_size >= 1
-        and plan.sequences_per_step >= plan.trainer_topology.dp
-    )
+    assert plan.trainer_topology.world_size >= 1
+    assert plan.sequences_per_step >= plan.trainer_topology.dp

@@ -61,13 +61,16 @@ def test_proposal_fits_and_is_legal(name: str, gpus: int) -> None:
     _, spec = load(name)
     result, proposal = found_for(name, gpus)
     assert problems(proposal, spec) == []
-    then = estimate(proposal, spec)
-    assert then.overfull == {}
-    t = proposal.trainer
-    g = proposal.generator
-    assert t.tp * t.pp * t.cp * t.dp + g.engines * g.tp <= gpus
-    assert then.train.total == pytest.approx(result.trainer.seconds)
-    assert 0 < result.theta < 1 and 0 < result.balanced_theta < 1
+    planned = estimate(proposal, spec)
+    assert planned.overfull == {}
+    trainer = proposal.trainer
+    generator = proposal.generator
+    assert (
+        trainer.tp * trainer.pp * trainer.cp * trainer.dp + generator.engines * generator.tp <= gpus
+    )
+    assert planned.train.total == pytest.approx(result.trainer.seconds)
+    assert 0 < result.theta < 1
+    assert 0 < result.balanced_theta < 1
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,8 @@ def test_proposal_fits_by_its_own_plan(name: str, overrides: tuple[str, ...], gp
     """
     config, spec = load(name, *overrides)
     _, proposal = search(config, spec, gpus)
-    assert estimate(proposal, spec).overfull == {} and problems(proposal, spec) == []
+    assert estimate(proposal, spec).overfull == {}
+    assert problems(proposal, spec) == []
 
 
 @pytest.mark.parametrize(
@@ -96,12 +100,12 @@ def test_proposal_fits_by_its_own_plan(name: str, overrides: tuple[str, ...], gp
 def test_memory_to_spare_is_that_of_the_proposal(overrides: tuple[str, ...]) -> None:
     config, spec = load("8b_aipo", *overrides)
     result, proposal = search(config, spec, 8)
-    then = estimate(proposal, spec)
+    planned = estimate(proposal, spec)
     assert result.generator.over_gib == pytest.approx(
-        then.groups[0].over_gib(then.cluster.gpu), abs=1e-6
+        planned.groups[0].over_gib(planned.cluster.gpu), abs=1e-6
     )
     assert result.trainer.over_gib == pytest.approx(
-        then.trainer.total / GIB - then.cluster.gpu.memory_gib
+        planned.trainer.total / GIB - planned.cluster.gpu.memory_gib
     )
 
 
@@ -118,10 +122,12 @@ def test_memory_to_spare_is_that_of_the_proposal(overrides: tuple[str, ...]) -> 
 )
 def test_proposal_is_no_slower_than_the_shipped_config(name: str) -> None:
     config, spec = load(name)
-    t = config.trainer
-    g = config.generator
+    trainer = config.trainer
+    generator = config.generator
     shipped = estimate(config, spec)
-    _, proposal = found_for(name, t.tp * t.pp * t.cp * t.dp + g.engines * g.tp)
+    _, proposal = found_for(
+        name, trainer.tp * trainer.pp * trainer.cp * trainer.dp + generator.engines * generator.tp
+    )
     assert estimate(proposal, spec).step_s <= 1.02 * shipped.step_s
 
 
@@ -133,24 +139,22 @@ def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int)
         "launch.ranks_per_node=4",
         "trainer.sequence_parallel=false",
     )
-    one = Search(config, spec, gpus)
+    exhaustive = Search(config, spec, gpus)
     unit = 4 if gpus > 16 else 1  # whole nodes
-    every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
+    step_s_by_split = {split: exhaustive._step_s(split) for split in range(unit, gpus, unit)}
     result = Search(config, spec, gpus).run()
-    assert every[round(result.theta * gpus)] == pytest.approx(min(every.values()), rel=1e-3)
+    assert step_s_by_split[round(result.theta * gpus)] == pytest.approx(
+        min(step_s_by_split.values()), rel=1e-3
+    )
 
 
 def test_sides_get_no_slower_with_more_gpus() -> None:
     """Bisection depends on this."""
     config, spec = load("70b_aipo")
-    one = Search(config, spec, 256)
-    trainers = [
-        side.seconds if (side := one.trainer(gpus)) else math.inf for gpus in range(8, 256, 8)
-    ]
-    generators = [
-        side.seconds if (side := one.generator(gpus)) else math.inf for gpus in range(8, 256, 8)
-    ]
-    for times in (trainers, generators):
+    planner = Search(config, spec, 256)
+    for best_side in (planner.trainer, planner.generator):
+        sides = [best_side(gpus) for gpus in range(8, 256, 8)]
+        times = [side.seconds if side else math.inf for side in sides]
         # except for sizes that do not divide
         assert [(a, b) for a, b in itertools.pairwise(times) if b > a * 1.02] == []
 
@@ -186,9 +190,10 @@ def test_remedies_make_a_config_fit(name: str, overrides: tuple[str, ...]) -> No
     assert {remedy.side for remedy in proposed} == set(before.overfull)
     for remedy in proposed:
         # with exactly the printed words
-        again, _ = load(name, *overrides, *as_overrides(remedy.settings).split())
-        assert again == with_settings(config, remedy.settings) and problems(again, spec) == []
-        assert remedy.side not in estimate(again, spec).overfull, as_overrides(remedy.settings)
+        remedied, _ = load(name, *overrides, *as_overrides(remedy.settings).split())
+        assert remedied == with_settings(config, remedy.settings)
+        assert problems(remedied, spec) == []
+        assert remedy.side not in estimate(remedied, spec).overfull, as_overrides(remedy.settings)
 
 
 def test_config_that_fits_has_no_remedy() -> None:
@@ -200,7 +205,8 @@ def test_the_baseline_holds_both_phases() -> None:
     """At 405B, memory needs 64 GPUs a model, as in the paper's baseline."""
     config, spec = load("405b_aipo")
     baseline = best_baseline(config, spec, 1024)
-    assert baseline is not None and baseline.m == 64
+    assert baseline is not None
+    assert baseline.m == 64
     assert baseline.step_s > 3 * estimate(config, spec).step_s
     assert best_baseline(config, spec, 8) is None
 
@@ -212,11 +218,9 @@ def test_uneven_stages_have_all_layers(layers: int, pp: int) -> None:
         assert layers % pp == 0
         return
     inner = (layers - first - last) // max(1, pp - 2)
-    assert (
-        first + last + inner * (pp - 2) == layers
-        and 0 < first <= max(inner, last)
-        and 0 < last <= max(inner, layers - first)
-    )
+    assert first + last + inner * (pp - 2) == layers
+    assert 0 < first <= max(inner, last)
+    assert 0 < last <= max(inner, layers - first)
 
 
 def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
@@ -224,7 +228,8 @@ def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
     config, spec = load("405b_aipo")
     one = Search(config, spec, 1024)
     one.run()
-    assert len(one.trainers) <= 24 and len(one.generators) <= 24
+    assert len(one.trainers) <= 24
+    assert len(one.generators) <= 24
 
 
 def test_the_document_says_what_taking_turns_would_gain() -> None:

@@ -35,10 +35,9 @@ from megarl.reshard.report import to_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 H100 = Cluster(GPUS["H100"])
-LLAMA_8B, LLAMA_70B, QWEN_30B = (
-    load_spec(CONFIGS / "models" / name)
-    for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b")
-)
+LLAMA_8B = load_spec(CONFIGS / "models/llama-3.1-8b")
+LLAMA_70B = load_spec(CONFIGS / "models/llama-3.1-70b")
+QWEN_30B = load_spec(CONFIGS / "models/qwen3-30b-a3b")
 
 
 def config(name: str, *overrides: str) -> RunConfig:
@@ -76,10 +75,8 @@ def test_token_attends_to_its_prefix_or_its_window(length: int) -> None:
     window of 128.
     """
     spec = load_spec(CONFIGS / "models/gpt-oss-20b")
-    full, window = (
-        np.minimum(np.arange(length) + 0.5, longest).mean() for longest in (length, 128)
-    )
-    assert attended(spec, length) == pytest.approx((full + window) / 2, rel=1e-4)
+    window = np.minimum(np.arange(length) + 0.5, 128).mean()
+    assert attended(spec, length) == pytest.approx((length / 2 + window) / 2, rel=1e-4)
     assert attended(LLAMA_8B, length) == length / 2
 
 
@@ -99,9 +96,9 @@ def test_a_pipeline_pays_its_bubble() -> None:
     work = Workload(128, 32, 4096, 4096, 4096)  # 128 microbatches of one sequence
     # only the bubble counts
     endless = replace(H100, gpus_per_node=64, gpu=replace(H100.gpu, nvlink_bytes_per_s=1e18))
-    alone, piped, virtual = (
-        step(work=work, cluster=endless, **sizes) for sizes in ({}, {"pp": 4}, {"pp": 4, "vpp": 5})
-    )
+    alone = step(work=work, cluster=endless)
+    piped = step(work=work, cluster=endless, pp=4)
+    virtual = step(work=work, cluster=endless, pp=4, vpp=5)
     work_s = piped.compute + piped.tensor_parallel
     assert alone.pipeline == 0
     assert piped.pipeline == pytest.approx(3 / 128 * work_s, rel=0.01)
@@ -119,23 +116,18 @@ def test_attention_costs_the_square_of_each_length() -> None:
     assert work.tokens_per_square == 10_000
     lengths = [1000] * 9 + [9000]
     assert sum(n * n for n in lengths) / sum(lengths) == 5000
-    long, short = (
-        TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)._attention_s(40_000, n)
-        for n in (5000, 1000)
-    )
+    one = TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)
+    long = one._attention_s(40_000, 5000)
+    short = one._attention_s(40_000, 1000)
     rate = 0.7816 * 989e12 / (1 + 256 / 40_000 + 256 / 512)
     assert long == 5 * short == pytest.approx(40_000 * 2 * 32 * 256 * 5000 / 2 / rate, rel=1e-3)
     flat = Workload(64, 16, 10, 9990, 9990)
-    without_recompute, again = (
-        TrainModel(
-            LLAMA_8B, TrainerConfig(max_tokens_per_microbatch=10_000, recompute=r), "bfloat16", H100
-        )
-        .seconds(flat)
-        .compute
-        for r in (False, True)
-    )
-    one = TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)
-    assert again - without_recompute == pytest.approx(
+
+    def compute_s(recompute: bool) -> float:
+        trainer = TrainerConfig(max_tokens_per_microbatch=10_000, recompute=recompute)
+        return TrainModel(LLAMA_8B, trainer, "bfloat16", H100).seconds(flat).compute
+
+    assert compute_s(recompute=True) - compute_s(recompute=False) == pytest.approx(
         64 * 32 * (one._layer_s(10_000) + one._attention_s(10_000, 10_000))
     )
 
@@ -287,9 +279,8 @@ def test_number_of_scoring_passes_follows_the_algorithm() -> None:
     assert {
         overrides: scoring_passes(config("8b_aipo", *overrides)) for overrides in passes
     } == passes
-    once, again = (
-        estimate(config("8b_aipo", several, *settings), LLAMA_8B) for settings in ([], [decoupled])
-    )
+    once = estimate(config("8b_aipo", several), LLAMA_8B)
+    again = estimate(config("8b_aipo", several, decoupled), LLAMA_8B)
     assert again.train.compute > once.train.compute and again.trainer == once.trainer, (
         "it takes time, and no memory"
     )
@@ -304,9 +295,9 @@ def test_experts_cost_what_they_compute_and_send() -> None:
 
 
 def test_collectives_by_where_the_ranks_stand() -> None:
-    node, nodes, strided = (
-        CollectiveGroup(*place, H100, CONSTANTS) for place in ((8, 1), (64, 1), (16, 8))
-    )
+    node = CollectiveGroup(8, 1, H100, CONSTANTS)
+    nodes = CollectiveGroup(64, 1, H100, CONSTANTS)
+    strided = CollectiveGroup(16, 8, H100, CONSTANTS)
     assert (node.nodes, nodes.nodes, strided.nodes) == (1, 8, 16)
     assert node.bytes_per_s == pytest.approx(0.75 * 450e9)
     assert nodes.bytes_per_s == pytest.approx(0.75 * 400e9)  # eight NICs in parallel
@@ -394,7 +385,8 @@ def test_carrying_responses_over_leaves_no_tail() -> None:
     work = Workload(2048, 512, 128, 512, 2048)
     waiting = model.seconds(work)
     carried = model.seconds(work, carried_over=True)
-    assert carried.tail == 0 < waiting.tail and carried.total < waiting.total
+    assert carried.tail == 0 < waiting.tail
+    assert carried.total < waiting.total
     assert carried.full == pytest.approx(2048 / 16 * 512 / 64 * carried.token_s)
 
 
@@ -409,9 +401,8 @@ def test_responses_that_are_prefilled_again() -> None:
         H100,
     )
     work = Workload(512, 128, 200, 1000, 1000)  # equal lengths, so on average half done: 700 tokens
-    prefilled_once, again = (
-        model.seconds(work, carried_over=True, prefilled_again=p).prefill for p in (False, True)
-    )
+    prefilled_once = model.seconds(work, carried_over=True, prefilled_again=False).prefill
+    again = model.seconds(work, carried_over=True, prefilled_again=True).prefill
     flops = 2 * (parameter_count(LLAMA_70B) - 128256 * 8192) + 80 * 2 * 64 * 256 * 1400 / 2
     assert again - prefilled_once == pytest.approx(64 * 700 * flops / (8 * 1979e12 / 2), rel=1e-3)
 
@@ -429,7 +420,8 @@ def test_partial_rollouts_that_prefill_again(mode: str, prefills: bool) -> None:
     synchronous = unfinished(
         config("70b_32k_aipo", f"async.partial_rollout={mode}", "async.capacity=0")
     )
-    assert not synchronous["carried_over"] and not synchronous["prefilled_again"]
+    assert not synchronous["carried_over"]
+    assert not synchronous["prefilled_again"]
 
 
 def test_engines_run_no_more_responses_than_may_be_ahead() -> None:
@@ -451,7 +443,8 @@ def test_decoding_is_bound_by_memory_then_by_products() -> None:
     model = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8), "bfloat16", H100)
     few = model.decode_step(1, 512)
     many = model.decode_step(4096, 512)
-    assert few.memory > few.compute and many.compute > few.memory
+    assert few.memory > few.compute
+    assert many.compute > few.memory
     weights = (parameter_count(LLAMA_70B) - 128256 * 8192) * 2 / 8
     assert few.memory == pytest.approx(weights / (3.35e12 * CONSTANTS.hbm_efficiency), rel=0.01)
     fp8 = GenerateModel(
@@ -480,7 +473,8 @@ def test_the_scheduler_works_while_the_gpu_computes() -> None:
     few = model.decode_step(8, 100)
     many = replace(model, generator=GeneratorConfig(tp=8)).decode_step(64, 100)
     gpu = few.memory + few.sampling + few.launches
-    assert few.host == pytest.approx(2e-3 + 8 * 20e-6) and few.total == pytest.approx(gpu)
+    assert few.host == pytest.approx(2e-3 + 8 * 20e-6)
+    assert few.total == pytest.approx(gpu)
     # the scheduler limits a small model on many GPUs
     assert many.total == many.host == pytest.approx(2e-3 + 64 * 20e-6)
     for apart in (
@@ -494,22 +488,26 @@ def test_the_scheduler_works_while_the_gpu_computes() -> None:
 
 def test_a_batch_of_tokens_wakes_more_experts() -> None:
     model = GenerateModel(QWEN_30B, GeneratorConfig(tp=2), "bfloat16", H100)
-    one = model.decode_step(1, 0).memory
+    one_token = model.decode_step(1, 0).memory
     all_ = model.decode_step(1000, 0).memory
-    assert one < all_ / 5 and all_ == pytest.approx(
+    assert one_token < all_ / 5
+    assert all_ == pytest.approx(
         (model.weights.streamed + model.weights.expert) / (0.8 * 3.35e12), rel=1e-3
     )
 
 
 def test_too_small_a_cache_lowers_the_concurrency() -> None:
     work = Workload(1024, 256, 1000, 1000, 2000)
-    roomy, tight = (
-        GenerateModel(
-            LLAMA_8B, GeneratorConfig(max_concurrency=256, kv_cache_tokens=n), "bfloat16", H100
-        ).seconds(work)
-        for n in (10**7, 64_000)
-    )
-    assert roomy.concurrency == 256 and tight.concurrency == 32 and tight.total > roomy.total
+
+    def times_with(kv_cache_tokens: int):
+        generator = GeneratorConfig(max_concurrency=256, kv_cache_tokens=kv_cache_tokens)
+        return GenerateModel(LLAMA_8B, generator, "bfloat16", H100).seconds(work)
+
+    roomy = times_with(10**7)
+    tight = times_with(64_000)
+    assert roomy.concurrency == 256
+    assert tight.concurrency == 32
+    assert tight.total > roomy.total
 
 
 @pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "405b_aipo"])
@@ -529,9 +527,8 @@ def test_the_update_is_that_of_the_map(name: str) -> None:
         *planned_relays(reshard_map, run_config.weights.relay, run_config.generator.tp),
         changed=CHANGED,
     )
-    assert (whole_s, delta) == pytest.approx(
-        (facts["predicted_s"], facts["delta_predicted_s"])
-    ) and delta < 0.06 * whole_s
+    assert (whole_s, delta) == pytest.approx((facts["predicted_s"], facts["delta_predicted_s"]))
+    assert delta < 0.06 * whole_s
     engine_bytes = reshard_map.summary().bytes / destination.world_size
     assert whole_s == pytest.approx(
         balanced_sync_s(engine_bytes, destination.world_size, source.world_size, H100), rel=0.06

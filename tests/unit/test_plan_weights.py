@@ -46,9 +46,8 @@ def test_missing_model_folder_is_named_with_a_suggestion(
 
 def test_a_hub_name_is_planned_from_model_spec(tmp_path: Path) -> None:
     (message,) = problems_of(tmp_path, "model.path=some-org/some-model")
-    assert "some-org/some-model" in message and message.endswith(
-        "to plan without the checkpoint, set model.spec"
-    )
+    assert "some-org/some-model" in message
+    assert message.endswith("to plan without the checkpoint, set model.spec")
     plan = resolve(
         config(
             tmp_path,
@@ -78,11 +77,9 @@ def test_a_rope_that_the_trainer_does_not_know(tmp_path: Path) -> None:
 
 def test_model_spec_must_agree_with_a_checkpoint_at_hand(tmp_path: Path) -> None:
     (message,) = problems_of(tmp_path, f"model.spec={CONFIGS}/models/llama-3.1-70b")
-    assert (
-        message.startswith("model.spec=")
-        and "num_layers 80" in message
-        and "hidden_size 8192" in message
-    )
+    assert message.startswith("model.spec=")
+    assert "num_layers 80" in message
+    assert "hidden_size 8192" in message
 
 
 class TestWhereWeightsComeFrom:
@@ -120,10 +117,8 @@ class TestWhereWeightsComeFrom:
         )
         with_weights(output)
         weights = resolve(run_config, "train").weights
-        assert (
-            weights.path == str(tmp_path / "model")
-            and "not used: it has no warm_start.json" in weights.remark
-        )
+        assert weights.path == str(tmp_path / "model")
+        assert "not used: it has no warm_start.json" in weights.remark
         (output / WARM_START).write_text(warm_start_record(run_config))
         for command in ("train", "eval", "dry-run"):
             weights = resolve(
@@ -231,9 +226,8 @@ class TestResume:
         other_model = with_weights(tmp_path / "other")
         assert not of_the_run(config(tmp_path, model))
         self.begin(tmp_path, model)
-        assert of_the_run(config(tmp_path, model)) and of_the_run(
-            config(tmp_path, f"{model}/../model")
-        )
+        assert of_the_run(config(tmp_path, model))
+        assert of_the_run(config(tmp_path, f"{model}/../model"))
         assert not of_the_run(config(tmp_path, other_model))
         (tmp_path / "run/config.yaml").unlink()
         assert of_the_run(config(tmp_path, other_model))
@@ -259,8 +253,8 @@ class TestResume:
         (tmp_path / "run/config.yaml").write_text(dump_config(first_plan.config))
         with_weights(output)
         (output / WARM_START).write_text(warm_start_record(first_plan.config))
-        again = resolve(first_plan.config, "train").weights
-        assert (again.path, again.warm_start, again.fingerprint) == (
+        weights = resolve(first_plan.config, "train").weights
+        assert (weights.path, weights.warm_start, weights.fingerprint) == (
             str(tmp_path / "model"),
             False,
             "00",

@@ -51,12 +51,14 @@ def test_far_apart_scores_have_a_finite_loss() -> None:
         torch.tensor([[-500.0, 500.0], [500.0, -500.0]], dtype=torch.float64),
         torch.zeros(2, dtype=torch.float64),
     )
-    assert result.metrics["loss"] == 500.0 and result.weights.tolist() == [[-1.0, 1.0], [0.0, 0.0]]
+    assert result.metrics["loss"] == 500.0
+    assert result.weights.tolist() == [[-1.0, 1.0], [0.0, 0.0]]
 
 
 def test_a_score_is_the_value_after_the_last_token() -> None:
     sequence = to_score([5, 6, 7], weight=-0.25)
-    assert sequence.token_ids[:3].tolist() == [5, 6, 7] and sequence.loss_mask.tolist() == [
+    assert sequence.token_ids[:3].tolist() == [5, 6, 7]
+    assert sequence.loss_mask.tolist() == [
         False,
         False,
         False,
@@ -68,7 +70,8 @@ def test_a_score_is_the_value_after_the_last_token() -> None:
         advantages=torch.from_numpy(sequence.advantages[1:]),
     )
     out = weighted_values(values, microbatch)
-    assert out.loss.item() == -0.75 and out.sums["tokens"].item() == 1
+    assert out.loss.item() == -0.75
+    assert out.sums["tokens"].item() == 1
 
 
 def pairs_of(folder: Path, rows: list[dict], tokenizer: str = str(TINY), **settings: str) -> list:
@@ -99,7 +102,8 @@ def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
 def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
     """TRL's implicit prompts. Unlike TRL's own rule, this one cuts no word."""
     question = {"role": "user", "content": "1+2="}
-    good, bad = ({"role": "assistant", "content": text} for text in ("3", "4"))
+    good = {"role": "assistant", "content": "3"}
+    bad = {"role": "assistant", "content": "4"}
     for better, worse, expected in (
         ("1+2=3", "1+2=4", ("1+2=", "3", "4")),
         ("is it so? yes it is", "is it so? yes it was", ("is it so? yes it", " is", " was")),
@@ -193,9 +197,8 @@ def test_synthetic_pairs_have_one_right_response() -> None:
     for pair in map(pairs.__getitem__, range(200)):
         text = pair.prompt.removesuffix("=")
         totals = [eval(text[: 2 * n + 1]) % 10 for n in range(5)]
-        assert (
-            pair.chosen == ",".join(map(str, totals)) != pair.rejected and len(pair.rejected) == 9
-        )
+        assert pair.chosen == ",".join(map(str, totals)) != pair.rejected
+        assert len(pair.rejected) == 9
     with pytest.raises(
         ConfigError,
         match="source=synthetic:product: no such task; there is synthetic:chain, synthetic:summary",
@@ -211,24 +214,19 @@ def test_every_epoch_has_each_pair_once(tmp_path: Path) -> None:
     config = config_of(
         "reward_model.steps=null", "reward_model.epochs=2", "reward_model.batch_size=4"
     )
-    assert (
-        training_steps(config, len(pairs)) == 5
-        and training_steps(config_of("reward_model.steps=7"), 10) == 7
-    )
+    assert training_steps(config, len(pairs)) == 5
+    assert training_steps(config_of("reward_model.steps=7"), 10) == 7
     order = [pair.location for step in range(5) for pair in batch_of(config, pairs, step)]
-    assert (
-        sorted(order[:10]) == sorted(order[10:]) == sorted(pair.location for pair in pairs)
-        and order[:10] != order[10:]
-    )
+    assert sorted(order[:10]) == sorted(order[10:]) == sorted(pair.location for pair in pairs)
+    assert order[:10] != order[10:]
 
 
 def test_tokens_are_those_of_a_rollout(tmp_path: Path) -> None:
-    [pair, _], tokenizer = pairs_of(tmp_path, ROWS), load_tokenizer(config_of().model)
+    pair, _ = pairs_of(tmp_path, ROWS)
+    tokenizer = load_tokenizer(config_of().model)
     better, worse = pair_tokens(pair, tokenizer, 100)
-    assert (
-        better == tokenizer.encode_prompt("1+2=") + tokenizer.encode_response("3")
-        and better[-1] == tokenizer.eos_id
-    )
+    assert better == tokenizer.encode_prompt("1+2=") + tokenizer.encode_response("3")
+    assert better[-1] == tokenizer.eos_id
     assert better[:-2] == worse[:-2]
     with pytest.raises(ConfigError, match="more than the model's context of 6"):
         pair_tokens(pair, tokenizer, 6)

@@ -94,13 +94,17 @@ def test_a_driver_that_fits_and_one_that_does_not(monkeypatch):
         doctor.OK
     }
     old = findings(monkeypatch, doctor._driver, driver="570.124.06")["driver"]
-    assert old.state == doctor.LACKS and "580 or newer" in old.remedy
+    assert old.state == doctor.LACKS
+    assert "580 or newer" in old.remedy
     mixed = findings(
         monkeypatch, doctor._driver, names=("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
     )["GPUs"]
-    assert mixed.state == doctor.NOTE and "A100" in mixed.found and "H100" in mixed.found
+    assert mixed.state == doctor.NOTE
+    assert "A100" in mixed.found
+    assert "H100" in mixed.found
     exclusive = findings(monkeypatch, doctor._driver, mode="Exclusive_Process")["compute mode"]
-    assert exclusive.state == doctor.LACKS and exclusive.found == "GPU 0, 1: Exclusive_Process"
+    assert exclusive.state == doctor.LACKS
+    assert exclusive.found == "GPU 0, 1: Exclusive_Process"
     assert "docker" in findings(monkeypatch, doctor._driver, names=())["driver"].remedy
 
 
@@ -110,11 +114,9 @@ def test_failed_check_is_reported_and_stops_no_other():
         yield
 
     results = list(doctor.run_checks([broken, doctor._python]))
-    assert (
-        results[0].state == doctor.LACKS
-        and "no such device" in results[0].found
-        and results[1].what == "python"
-    )
+    assert results[0].state == doctor.LACKS
+    assert "no such device" in results[0].found
+    assert results[1].what == "python"
 
 
 @pytest.mark.parametrize(
@@ -163,10 +165,8 @@ def test_efa_is_not_taken_for_infiniband(tmp_path, monkeypatch):
             [of_network(tmp_path, monkeypatch, "efa", "nvidia 1 0\n", "libefa.so")]
         )
     }
-    assert (
-        results["InfiniBand"].state == doctor.NOTE
-        and "weights.transport=nccl" in results["InfiniBand"].remedy
-    )
+    assert results["InfiniBand"].state == doctor.NOTE
+    assert "weights.transport=nccl" in results["InfiniBand"].remedy
 
 
 @pytest.mark.parametrize("release, state", [("13.0", doctor.OK), ("12.8", doctor.LACKS)])
@@ -195,7 +195,8 @@ def test_compiler_that_does_not_answer_is_reported(tmp_path, monkeypatch):
         assert (nvcc.state, nvcc.found) == (
             doctor.LACKS,
             f"release unknown, {tmp_path}/bin/nvcc",
-        ) and "set CUDA_HOME" in nvcc.remedy
+        )
+        assert "set CUDA_HOME" in nvcc.remedy
         assert ninja.what == "ninja"
 
 
@@ -205,11 +206,9 @@ def test_an_installation_asks_before_it_has_any_package():
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60
     )
-    assert (
-        "Traceback" not in result.stderr
-        and "glibc" in result.stdout
-        and "Python.h" in result.stdout
-    )
+    assert "Traceback" not in result.stderr
+    assert "glibc" in result.stdout
+    assert "Python.h" in result.stdout
 
 
 def test_the_environments_own_nvcc_is_taken_before_that_of_path(tmp_path, monkeypatch):
@@ -233,13 +232,10 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     results = {
         finding.what: finding for finding in doctor.run_checks([doctor._room, doctor._temporary])
     }
-    assert (
-        results["disk for caches"].state == doctor.LACKS
-        and "set HOME" in results["disk for caches"].remedy
-    )
-    assert results["TMPDIR"].state == doctor.NOTE and results["TMPDIR"].found.startswith(
-        f"{tmp_path / 'nowhere'} cannot be written to, so "
-    )
+    assert results["disk for caches"].state == doctor.LACKS
+    assert "set HOME" in results["disk for caches"].remedy
+    assert results["TMPDIR"].state == doctor.NOTE
+    assert results["TMPDIR"].found.startswith(f"{tmp_path / 'nowhere'} cannot be written to, so ")
     assert results["temporary files"].state in (doctor.OK, doctor.NOTE)
 
 
@@ -268,7 +264,8 @@ def test_wrong_arguments_are_refused_before_any_check(arguments, problem, monkey
     monkeypatch.setattr(doctor, "print_findings", lambda *_, **__: pytest.fail("it looked"))
     assert cli.main(["doctor", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert problem in err and not out
+    assert problem in err
+    assert not out
 
 
 def test_warm_refuses_an_engine_of_more_gpus_than_present(monkeypatch, capsys):
@@ -307,34 +304,34 @@ def test_failed_test_writes_are_reported_with_a_remedy(tmp_path, monkeypatch):
         doctor.NOTE,
         doctor.LACKS,
         doctor.OK,
-    ] and all(finding.remedy for finding in writes[:3])
-    assert (
-        writes[0].what == "write by cuda_ipc"
-        and writes[0].found == "from cuda:0 to cuda:1: invalid device context"
-    )
+    ]
+    assert all(finding.remedy for finding in writes[:3])
+    assert writes[0].what == "write by cuda_ipc"
+    assert writes[0].found == "from cuda:0 to cuda:1: invalid device context"
     assert writes[3].found == "1024 MiB from cuda:0 to cuda:1, 2.00 GB/s, every byte as it was sent"
-    assert died.state == doctor.LACKS and died.found == "CUDA error: an illegal memory access"
-    assert between.state == doctor.NOTE and "a second node" in between.found
+    assert died.state == doctor.LACKS
+    assert died.found == "CUDA error: an illegal memory access"
+    assert between.state == doctor.NOTE
+    assert "a second node" in between.found
 
 
 def test_hanging_test_writes_are_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.sys, "executable", program(tmp_path, "exec sleep 600"))
     monkeypatch.setattr(doctor, "WRITES_S", 0.05)
     (late,) = doctor.writes(gpu=False)
-    assert late.state == doctor.LACKS and late.found.startswith("not finished within 0 s")
+    assert late.state == doctor.LACKS
+    assert late.found.startswith("not finished within 0 s")
 
 
 def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):
     (tmp_path / "hollow").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (hollow,), (absent,), (present,) = (
-        list(doctor._imported("torch", module)) for module in ("hollow", "nowhere_at_all", "json")
-    )
-    assert (
-        hollow.state == absent.state == doctor.LACKS
-        and "an empty folder" in hollow.found
-        and "No module named" in absent.found
-    )
+    [hollow] = doctor._imported("torch", "hollow")
+    [absent] = doctor._imported("torch", "nowhere_at_all")
+    [present] = doctor._imported("torch", "json")
+    assert hollow.state == absent.state == doctor.LACKS
+    assert "an empty folder" in hollow.found
+    assert "No module named" in absent.found
     assert present.state == doctor.OK
 
 
@@ -371,7 +368,8 @@ def test_gpu_trainer_needs_transformer_engine_or_local_layers(gpu_node, monkeypa
         )
         (problem,) = gpu_node(True, False)
         assert "trainer.local_layers=false: must be true" in problem
-    assert gpu_node(False, True) == [] and gpu_node(True, False, "trainer.local_layers=true") == []
+    assert gpu_node(False, True) == []
+    assert gpu_node(True, False, "trainer.local_layers=true") == []
 
 
 def test_shared_trainer_memory_has_no_expandable_segments(gpu_node, monkeypatch):
@@ -382,24 +380,24 @@ def test_shared_trainer_memory_has_no_expandable_segments(gpu_node, monkeypatch)
     ):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
         problems = gpu_node(True, True)
-        assert len(problems) == on and all(
+        assert len(problems) == on
+        assert all(
             problem.startswith(f"PYTORCH_ALLOC_CONF={value}: must be without")
             for problem in problems
         )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert "weights.transport=mooncake" in gpu_node(True, False, "weights.transport=mooncake")[0]
     # engines: generator/server.py
-    assert gpu_node(True, False, "weights.transport=nccl") == [] and gpu_node(False, True) == []
+    assert gpu_node(True, False, "weights.transport=nccl") == []
+    assert gpu_node(False, True) == []
 
 
 def test_fp8_blocks_are_refused_by_the_gpu_of_the_node(gpu_node):
     blocks = "generator.quantization=fp8_block"
     b200 = "NVIDIA B200, 10.0"
-    assert (
-        gpu_node(False, True, blocks) == []
-        and gpu_node(False, True, "", b200) == []
-        and gpu_node(True, False, blocks, b200) == []
-    )
+    assert gpu_node(False, True, blocks) == []
+    assert gpu_node(False, True, "", b200) == []
+    assert gpu_node(True, False, blocks, b200) == []
     (problem,) = gpu_node(False, True, blocks, b200)
     assert problem.startswith(
         "generator.quantization=fp8_block: with NVIDIA B200 here needs "
@@ -423,9 +421,8 @@ def test_each_host_has_its_own_folder_of_compiled_kernels(tmp_path, monkeypatch)
     base = start.compiled_folder(str(tmp_path / "kept"), tmp_path / "scratch")
     environment = start.compiling(base)
     assert environment.pop("TRITON_CACHE_DIR") == str(tmp_path / "mine")
-    assert all(Path(path).parent == tmp_path / "kept/n7" for path in environment.values()) and len(
-        set(environment.values())
-    ) == len(environment)
+    assert all(Path(path).parent == tmp_path / "kept/n7" for path in environment.values())
+    assert len(set(environment.values())) == len(environment)
 
 
 @pytest.mark.parametrize("home", ["file/below", "file", None])
@@ -482,9 +479,7 @@ def test_jobs_find_compilers_without_an_active_environment(monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     environment = start.compiling(Path("kept"))
-    assert (
-        environment["CUDA_HOME"] == "/env/nvidia/cu13"
-        and environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
-    )
+    assert environment["CUDA_HOME"] == "/env/nvidia/cu13"
+    assert environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
     assert "CUDA_HOME" not in start.compiling(Path("kept"))

@@ -92,11 +92,9 @@ def test_simulate_returns_what_the_command_prints(capsys: pytest.CaptureFixture[
 
 def test_results_have_their_values_as_attributes_and_items() -> None:
     plan = megarl.plan(QUICKSTART)
-    assert (
-        plan.fits is plan["fits"] is True
-        and plan.step_s == plan["step_s"]
-        and "step_s" in dir(plan)
-    )
+    assert plan.fits is plan["fits"] is True
+    assert plan.step_s == plan["step_s"]
+    assert "step_s" in dir(plan)
     with pytest.raises(AttributeError, match="no value named steps_s; there are family, "):
         _ = plan.steps_s
 
@@ -104,10 +102,8 @@ def test_results_have_their_values_as_attributes_and_items() -> None:
 def test_packages_with_the_names_of_functions_can_be_called() -> None:
     """megarl.plan.resolve has been imported above, which makes megarl.plan the package."""
     for package in (megarl.plan, megarl.reshard):
-        assert (
-            isinstance(package, ModuleType)
-            and package(QUICKSTART)["trainer_ranks" if package is megarl.reshard else "fits"]
-        )
+        assert isinstance(package, ModuleType)
+        assert package(QUICKSTART)["trainer_ranks" if package is megarl.reshard else "fits"]
 
 
 def test_public_names_exist() -> None:
@@ -193,7 +189,8 @@ def test_pictures_leave_the_backend_of_a_notebook_alone(
     monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
     megarl.plan(QUICKSTART, picture=f"{tmp_path}/plan.png")
     megarl.reshard(QUICKSTART, picture=f"{tmp_path}/map.png")
-    assert matplotlib.get_backend() == "svg" and {path.name for path in tmp_path.iterdir()} == {
+    assert matplotlib.get_backend() == "svg"
+    assert {path.name for path in tmp_path.iterdir()} == {
         "plan.png",
         "map.png",
     }
@@ -257,10 +254,8 @@ def test_a_function_of_a_module_that_was_loaded_again_is_found(
     before = graders.share
     importlib.reload(graders)
     run = megarl.train(QUICKSTART, f"run_dir={tmp_path}/run", reward=before)
-    assert (
-        before is not graders.share
-        and run.config.reward.name == f"{tmp_path}/graders_loaded_again.py:share"
-    )
+    assert before is not graders.share
+    assert run.config.reward.name == f"{tmp_path}/graders_loaded_again.py:share"
 
 
 def test_a_reward_beside_parts_is_refused(trained: list[RunPlan]) -> None:
@@ -342,11 +337,9 @@ def test_a_function_that_cannot_be_imported_is_refused(function: Any) -> None:
         with pytest.raises(megarl.ConfigError) as raised:
             call(QUICKSTART, reward=function)
         (problem,) = raised.value.problems
-        assert (
-            problem.startswith(("reward.name=", "eval.reward="))
-            and "%%writefile graders.py" in problem
-            and "write: from graders import " in problem
-        )
+        assert problem.startswith(("reward.name=", "eval.reward="))
+        assert "%%writefile graders.py" in problem
+        assert "write: from graders import " in problem
 
 
 def test_objects_that_are_no_functions_are_refused() -> None:
@@ -402,9 +395,8 @@ def test_signals_that_end_the_launcher_raise_stopped(
         monkeypatch.setattr(commands, "train", ends(error))
         with pytest.raises(megarl.Stopped) as raised:
             megarl.train(QUICKSTART)
-        assert raised.value.exit_status == 143 and str(raised.value).startswith(
-            "stopped by SIGTERM"
-        )
+        assert raised.value.exit_status == 143
+        assert str(raised.value).startswith("stopped by SIGTERM")
     monkeypatch.setattr(commands, "train", ends(Stopped(number=signal.SIGINT)))
     assert cli.main(["train", QUICKSTART]) == 130
     monkeypatch.setattr(commands, "train", ends(KeyboardInterrupt()))
@@ -463,20 +455,23 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_run_reads_its_files(run_dir: Path) -> None:
     run = megarl.Run(run_dir)
-    assert run.metrics["reward/mean"].tolist() == [0.25, 0.5] and run.metrics.loc[1, "loss"] == 1.0
+    assert run.metrics["reward/mean"].tolist() == [0.25, 0.5]
+    assert run.metrics.loc[1, "loss"] == 1.0
     assert run.metrics["loss"].isna().tolist() == [True, False]
     assert run.samples[0]["samples"][0]["text"] == "7"
     assert run.ledger == [{"step": 0, "ordinals": [3, 4], "dropped": [5]}]
     assert run.checkpoints == {1: run_dir / "checkpoints/step_000001"}
     assert run.evaluations == [{"version": 1, "pass@1": 0.5}]
-    assert run.config.run_dir == str(run_dir) and run.summary.startswith(f"{run_dir}: 2 steps")
+    assert run.config.run_dir == str(run_dir)
+    assert run.summary.startswith(f"{run_dir}: 2 steps")
     assert repr(run) == f"Run('{run_dir}'): 2 steps"
 
 
 def test_metrics_are_lists_without_pandas(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     columns = megarl.Run(run_dir).metrics
-    assert columns["reward/mean"] == [0.25, 0.5] and list(columns) == [
+    assert columns["reward/mean"] == [0.25, 0.5]
+    assert list(columns) == [
         "step",
         "reward/mean",
         "loss",
@@ -488,13 +483,10 @@ def test_a_run_writes_the_page_of_its_report(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = megarl.Run(run_dir)
-    assert (
-        run.report() == run_dir / "report.html"
-        and run.report(tmp_path / "page.html") == tmp_path / "page.html"
-    )
-    assert "report.html: 0." in capsys.readouterr().out and (
-        tmp_path / "page.html"
-    ).read_text().startswith("<!doctype html>")
+    assert run.report() == run_dir / "report.html"
+    assert run.report(tmp_path / "page.html") == tmp_path / "page.html"
+    assert "report.html: 0." in capsys.readouterr().out
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     with pytest.raises(megarl.ConfigError, match="--output .*page.txt: must end in .html"):
         run.report(tmp_path / "page.txt")
 

@@ -39,7 +39,8 @@ def expected(x: torch.Tensor, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
 def equal(
     actual: tuple[torch.Tensor, torch.Tensor], expected_pair: tuple[np.ndarray, np.ndarray]
 ) -> None:
-    assert actual[0].dtype == FP8 and actual[1].dtype == torch.float32
+    assert actual[0].dtype == FP8
+    assert actual[1].dtype == torch.float32
     np.testing.assert_array_equal(bits(actual[0]), expected_pair[0])
     np.testing.assert_array_equal(bits(actual[1]), expected_pair[1].view(np.uint8))
 
@@ -227,4 +228,5 @@ def test_strips_of_rows_change_nothing(rule, start, monkeypatch):
     for elements in (1, 60_000):
         strips, found_amax, found_codes = worked_through(elements)
         assert (strips > 1) == (rule.rows is not None)
-        assert torch.equal(found_amax, amax) and torch.equal(found_codes, codes)
+        assert torch.equal(found_amax, amax)
+        assert torch.equal(found_codes, codes)

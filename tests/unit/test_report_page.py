@@ -88,9 +88,8 @@ def test_hovering_shows_the_values_of_the_file(tab: browser.Browser, run: Path) 
             readout = shows(tab, f'[data-key="{key}"] .readout').split()
             step = int(readout[1])
             value = float(readout[-1])
-            assert step == pytest.approx(share * (STEPS - 1), abs=1) and value == pytest.approx(
-                rows[step][key], rel=1e-8
-            )
+            assert step == pytest.approx(share * (STEPS - 1), abs=1)
+            assert value == pytest.approx(rows[step][key], rel=1e-8)
     assert tab.messages == []
 
 
@@ -113,10 +112,8 @@ def test_zoom_smoothing_and_several_runs_over_each_other(
     series = "[...view.charts].find((c) => c.title === 'Reward').u.series.length"
     place = place_of(tab, "reward/mean")
     tab.until("[...view.charts].filter((c) => c.u).length > 3")
-    assert (
-        tab.js(series) == 3
-        and tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[0].length") == STEPS
-    )
+    assert tab.js(series) == 3
+    assert tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[0].length") == STEPS
     tab.mouse(
         "mousePressed", place[0] + 0.25 * place[2], place[1] + 50, button="left", clickCount=1
     )
@@ -133,7 +130,8 @@ def test_zoom_smoothing_and_several_runs_over_each_other(
     ranges = tab.js(
         "[...view.charts].filter((c) => c.u).map((c) => [c.u.scales.x.min, c.u.scales.x.max])"
     )
-    assert len(ranges) > 3 and all(limits == [low, high] for limits in ranges)
+    assert len(ranges) > 3
+    assert all(limits == [low, high] for limits in ranges)
     tab.js("document.querySelector('#unzoom').click()")
     assert tab.js("view.range") is None
     tab.js(
@@ -152,7 +150,8 @@ def test_zoom_smoothing_and_several_runs_over_each_other(
         smoothed
     )
     tab.js("document.querySelectorAll('.run')[1].click()")
-    assert tab.js(series) == 3 and tab.messages == []
+    assert tab.js(series) == 3
+    assert tab.messages == []
 
 
 def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Path) -> None:
@@ -165,13 +164,13 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
             "=> c.innerText))"
         )
     }
-    assert table["a step"][:2] == ["2 s", "1.9 s"] and table["training"][:2] == ["1.1 s", "1 s"]
+    assert table["a step"][:2] == ["2 s", "1.9 s"]
+    assert table["training"][:2] == ["1.1 s", "1 s"]
     assert table["trainer rank 0"][:2] == ["20.5 GiB", "21 GiB"]
     assert table["the GPU of rank 0, all processes"][:2] == ["40 GiB", ""]
     assert "a worker of an engine" not in table, "without an audit there is no mark"
-    assert "decoding at full concurrency" in shows(
-        tab, "#panel-time"
-    ) and "generation binds" in shows(tab, "#panel-time")
+    assert "decoding at full concurrency" in shows(tab, "#panel-time")
+    assert "generation binds" in shows(tab, "#panel-time")
     lanes = dict(tab.js("timelines[0].totals"))
     assert lanes.keys() == {
         "trainer.0",
@@ -181,30 +180,27 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
         "engine.0",
         "engine.1",
     }
-    assert lanes["trainer.1"]["train"] == pytest.approx(STEPS * 1.1) and lanes["trainer.0"][
-        "wait for a batch"
-    ] == pytest.approx(STEPS * 0.8)
-    assert lanes["engine.1"]["away"] == pytest.approx(10) and lanes["engine.0"][
-        "pause"
-    ] == pytest.approx(STEPS * 0.05)
+    assert lanes["trainer.1"]["train"] == pytest.approx(STEPS * 1.1)
+    assert lanes["trainer.0"]["wait for a batch"] == pytest.approx(STEPS * 0.8)
+    assert lanes["engine.1"]["away"] == pytest.approx(10)
+    assert lanes["engine.0"]["pause"] == pytest.approx(STEPS * 0.05)
     run_s = 2 * STEPS + 1
     # no time between two starts
     assert lanes["engine.0"]["serve"] + lanes["engine.0"]["pause"] == pytest.approx(
         run_s - 2 - 0.5, abs=0.2
     )
     faults = tab.js("[...document.querySelectorAll('.faults tbody tr')].map((r) => r.innerText)")
-    assert (
-        len(faults) == 4
-        and "engine.1 lost: the connection broke" in faults[0]
-        and "trainer.1 was killed by signal 9" in faults[2]
-    )
+    assert len(faults) == 4
+    assert "engine.1 lost: the connection broke" in faults[0]
+    assert "trainer.1 was killed by signal 9" in faults[2]
     assert tab.js("mfu(view.runs[0])[5]") == pytest.approx(4.2e14 / (1.1 * 2 * 989e12))
     tab.js("choose('weights')")
     updates = tab.js(
         "[...document.querySelectorAll('.updates tbody tr')].map((r) => [...r.cells].map((c) => "
         "c.innerText))"
     )
-    assert len(updates) == STEPS and updates[0] == [
+    assert len(updates) == STEPS
+    assert updates[0] == [
         str(STEPS),
         "2:00",
         "3.07 MiB",
@@ -269,7 +265,8 @@ def test_the_first_hour_of_a_run_is_shown_as_what_it_is(
             "[f.querySelector('span').innerText, f.className])"
         )
     )
-    assert facts["faults and restarts"] == "fact" and "held-out pass@1, before training" in facts
+    assert facts["faults and restarts"] == "fact"
+    assert "held-out pass@1, before training" in facts
     assert "25% of the episodes failed (25% exit) in the last 5 steps" in shows(tab, "#top")
     assert "not finite" not in tab.js("document.body.innerText")
     last = read_metrics(folder / METRICS_FILE)[-1]["reward/mean"]
@@ -304,13 +301,13 @@ def test_repeated_update_of_a_resumed_run_has_its_own_times(
     ):
         path = folder / "trace" / f"{name}.jsonl"
         events = [json.loads(line) for line in path.read_text().splitlines()]
-        again = [
+        repeated = [
             {**event, "ts": event["ts"] + shift_us, "dur": event["dur"] * times}
             for event in events
             for kind, times in kinds.items()
             if event["name"].startswith(kind) and event["name"].endswith(" 6")
         ]
-        path.write_text("".join(json.dumps(event) + "\n" for event in [*events, *again]))
+        path.write_text("".join(json.dumps(event) + "\n" for event in [*events, *repeated]))
     with open(folder / "trace" / "trainer.1.jsonl", "a") as file:
         for ts in (1.0, 1e30):
             file.write(
@@ -350,9 +347,8 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
         for i in range(len(index["step"]))
         if index["reward"][i] >= 1 and index["tokens"][i] <= 20 and index["step"][i] >= 30
     ]
-    assert sorted(tab.js("table.order")) == filtered and shows(
-        tab, "#panel-samples p[aria-live]"
-    ).startswith(f"{len(filtered)} of ")
+    assert sorted(tab.js("table.order")) == filtered
+    assert shows(tab, "#panel-samples p[aria-live]").startswith(f"{len(filtered)} of ")
     # only lines in view exist
     assert tab.js("document.querySelectorAll('.rows .line').length") < 80
     two_turns = next(i for i in filtered if index["sample"][i] == 1)
@@ -363,7 +359,8 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
         for record in map(json.loads, (run / "rollouts" / "samples.jsonl").open())
         if record["ordinal"] == index["ordinal"][two_turns]
     )
-    sample, (start, end) = line["samples"][1], line["samples"][1]["environment"][0]
+    sample = line["samples"][1]
+    start, end = sample["environment"][0]
     blocks = tab.js(
         "[...document.querySelectorAll('.sample .text')].map((n) => [n.className, n.textContent])"
     )
@@ -401,9 +398,8 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
     )
     assert f"difference {numbers['diff'][strongest]:g}".split()[1][:5] in " ".join(readout)
     colour = tab.js(f"document.querySelectorAll('.sample .tok')[{strongest}].style.background")
-    assert ("var(--hot)" in colour) == (numbers["diff"][strongest] > 0) and (
-        "var(--cold)" in colour
-    ) == (numbers["diff"][strongest] < 0)
+    assert ("var(--hot)" in colour) == (numbers["diff"][strongest] > 0)
+    assert ("var(--cold)" in colour) == (numbers["diff"][strongest] < 0)
     assert tab.messages == []
 
 
@@ -468,33 +464,28 @@ def test_hostile_text_is_shown_and_does_nothing(tab: browser.Browser, tmp_path: 
     )
     tab.until("view_.group.ordinal === 1")
     shown = tab.js("document.querySelector('.sample .text').textContent")
-    assert (
-        "U+202E" in shown
-        and "U+200B" in shown
-        and "U+001B" in shown
-        and "U+0000" in shown
-        and not {"\u202e", "\u200b", "\x1b", "\x00", "\u2066"} & set(shown)
-    )
-    assert tab.js("document.title") == title and "owned" not in title.replace(
-        "document.title='owned'", ""
-    )
+    assert "U+202E" in shown
+    assert "U+200B" in shown
+    assert "U+001B" in shown
+    assert "U+0000" in shown
+    assert not {"\u202e", "\u200b", "\x1b", "\x00", "\u2066"} & set(shown)
+    assert tab.js("document.title") == title
+    assert "owned" not in title.replace("document.title='owned'", "")
     assert tab.js("document.querySelectorAll('img, main style, main script, iframe').length") == 0
-    assert [
-        request for request in tab.requests if not request.startswith(("file:", "data:"))
-    ] == [] and tab.messages == []
+    assert [request for request in tab.requests if not request.startswith(("file:", "data:"))] == []
+    assert tab.messages == []
 
 
 def test_a_page_without_a_mouse(tab: browser.Browser, run: Path) -> None:
     tab.open(url(run))
     tab_to(tab, "tab-learning")
     tab.press("ArrowLeft")
-    assert tab.js("document.activeElement.id") == "tab-samples" and tab.js("view.tab") == "samples"
+    assert tab.js("document.activeElement.id") == "tab-samples"
+    assert tab.js("view.tab") == "samples"
     tab.js("table.body.focus()")
     tab.press("ArrowDown", "ArrowDown", "End", "ArrowUp")
-    assert (
-        tab.js("table.at") == STEPS * 8 - 2
-        and tab.js("document.querySelectorAll('.line[aria-selected=true]').length") == 1
-    )
+    assert tab.js("table.at") == STEPS * 8 - 2
+    assert tab.js("document.querySelectorAll('.line[aria-selected=true]').length") == 1
     tab.until("view_.group && document.querySelector('.sample .text')")
     tab.js("choose('learning')")
     place_of(tab, "reward/mean")
@@ -515,7 +506,8 @@ def test_a_narrow_screen_and_the_dark(tab: browser.Browser, run: Path, dark: boo
         tab.js(f"choose({name!r})")
         tab.js("new Promise((done) => setTimeout(done, 200))")
         assert tab.js("document.documentElement.scrollWidth") <= 360, name
-        assert tab.js(f"{CONTRAST}('h3')") > 7 and tab.js(f"{CONTRAST}('.lead')") > 4.5
+        assert tab.js(f"{CONTRAST}('h3')") > 7
+        assert tab.js(f"{CONTRAST}('.lead')") > 4.5
     assert tab.messages == []
 
 
@@ -566,4 +558,5 @@ def test_page_of_an_empty_run_says_that_it_is_empty(tab: browser.Browser, tmp_pa
     tab.open(url(folder))
     for name in ("learning", "right", "time", "weights", "samples"):
         tab.js(f"choose({name!r})")
-    assert "kept no samples" in shows(tab, "main") and tab.messages == []
+    assert "kept no samples" in shows(tab, "main")
+    assert tab.messages == []

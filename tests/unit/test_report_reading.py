@@ -77,10 +77,8 @@ def test_a_damaged_or_half_written_line_is_left_out_and_counted(tmp_path: Path, 
         with open(path, "ab") as file:
             file.write(end)
     after = RunReader(tmp_path, TEXT_BYTES).read()
-    assert (
-        after["skipped"] == {str(path.relative_to(tmp_path)): 1 for path in files}
-        and before["skipped"] == {}
-    )
+    assert after["skipped"] == {str(path.relative_to(tmp_path)): 1 for path in files}
+    assert before["skipped"] == {}
     assert {**after, "skipped": {}} == before
 
 
@@ -108,7 +106,8 @@ def test_event_with_wrong_types_is_skipped_and_counted(
         )
     run_data = RunReader(tmp_path, TEXT_BYTES).read()
     assert run_data["skipped"] == {"trace/generator.0.jsonl": 1}
-    assert run_data["pauses"][-1]["pause_s"] == 5e-6 and len(page([run_data], "now")) > 1000
+    assert run_data["pauses"][-1]["pause_s"] == 5e-6
+    assert len(page([run_data], "now")) > 1000
 
 
 def test_report_survives_huge_numbers_and_broken_settings(
@@ -119,10 +118,10 @@ def test_report_survives_huge_numbers_and_broken_settings(
     for text in (b"seed: .nan\nmodel: {path: [1]}\nmax_steps: 7\n", b"\xff\xfe"):
         (tmp_path / "config.yaml").write_bytes(text)
         run_data = RunReader(tmp_path, TEXT_BYTES).read()
-        assert run_data["metrics"]["loss"][2] == "n" and len(page([run_data], "now")) > 1000
-        assert run_data["settings"].get("max_steps") == (
-            7 if text.isascii() else None
-        ) and not run_data["settings"].get("model.path")
+        assert run_data["metrics"]["loss"][2] == "n"
+        assert len(page([run_data], "now")) > 1000
+        assert run_data["settings"].get("max_steps") == (7 if text.isascii() else None)
+        assert not run_data["settings"].get("model.path")
 
 
 def test_damaged_line_inside_is_skipped_and_steps_stay_ordered(tmp_path: Path) -> None:
@@ -130,11 +129,9 @@ def test_damaged_line_inside_is_skipped_and_steps_stay_ordered(tmp_path: Path) -
     lines = (tmp_path / METRICS_FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / METRICS_FILE).write_bytes(b"".join([*lines[:3], b"{]\n", lines[1], *lines[3:]]))
     run_data = RunReader(tmp_path, TEXT_BYTES).read()
-    assert (
-        run_data["steps"] == list(range(6))
-        and run_data["skipped"] == {METRICS_FILE: 1}
-        and run_data["out_of_order"] == 1
-    )
+    assert run_data["steps"] == list(range(6))
+    assert run_data["skipped"] == {METRICS_FILE: 1}
+    assert run_data["out_of_order"] == 1
 
 
 def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
@@ -142,7 +139,8 @@ def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
     run_data = RunReader(tmp_path, TEXT_BYTES).read()
     index = run_data["samples"]["index"]
     read = chunks(run_data)
-    assert len(index["step"]) == 7 * 2 * 4 and set(index["step"]) == set(range(7))
+    assert len(index["step"]) == 7 * 2 * 4
+    assert set(index["step"]) == set(range(7))
     lines = {
         (rank, line["step"], line["ordinal"], line["sample"]): line
         for rank in range(2)
@@ -153,7 +151,9 @@ def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
         for line in map(json.loads, (tmp_path / "rollouts" / "samples.jsonl").open())
     }
     for place in range(len(index["step"])):
-        step, ordinal, number = (index[key][place] for key in ("step", "ordinal", "sample"))
+        step = index["step"][place]
+        ordinal = index["ordinal"][place]
+        number = index["sample"][place]
         shown = read[index["chunk"][place]][index["place"][place]]
         sample = shown["samples"][number]
         line = lines[number % 2, step, ordinal, number]
@@ -164,21 +164,17 @@ def test_samples_have_the_numbers_that_each_rank_wrote(tmp_path: Path) -> None:
             recorded["text"],
             recorded["reward"],
         )
-        assert (
-            sample["numbers"]["diff"] == line["diff"]
-            and sample["numbers"]["mu"] == line["mu"]
-            and sample["numbers"]["positions"] == line["positions"]
-        )
+        assert sample["numbers"]["diff"] == line["diff"]
+        assert sample["numbers"]["mu"] == line["mu"]
+        assert sample["numbers"]["positions"] == line["positions"]
         assert sample["numbers"]["pieces"] == [piece(token) for token in line["ids"]]
         assert (
             sample["numbers"]["advantage"]
             == line["advantage"]
             == pytest.approx(sample["reward"] - 0.5)
         )
-        assert (
-            index["age"][place] == step - min(version for version, _ in recorded["versions"])
-            and index["tokens"][place] == recorded["tokens"]
-        )
+        assert index["age"][place] == step - min(version for version, _ in recorded["versions"])
+        assert index["tokens"][place] == recorded["tokens"]
         assert index["spread"][place] == pytest.approx(
             np.std([sample_record["reward"] for sample_record in groups[ordinal]["samples"]])
         )
@@ -200,11 +196,9 @@ def test_numbers_keep_four_digits_and_non_finite_are_null(tmp_path: Path) -> Non
     writer.write(1, 8, 0, row)
     first, second = map(json.loads, (tmp_path / "rollouts" / "tokens.0.jsonl").open())
     assert first["diff"] == first["advantage"] == [0, -1.235e-7, None, 98770, None]
-    assert (
-        first["pieces"] == {"3": "t3", "4": "t4", "5": "t5"}
-        and "pieces" not in second
-        and first["positions"] == [[0, 2], [5, 3]]
-    )
+    assert first["pieces"] == {"3": "t3", "4": "t4", "5": "t5"}
+    assert "pieces" not in second
+    assert first["positions"] == [[0, 2], [5, 3]]
 
 
 def test_a_resumed_run_cuts_what_it_makes_again(tmp_path: Path) -> None:
@@ -228,7 +222,8 @@ def test_too_many_texts_leave_out_whole_steps_of_texts(tmp_path: Path) -> None:
     run_data = RunReader(tmp_path, 20_000).read()
     index = run_data["samples"]["index"]
     every = run_data["samples"]["every"]
-    assert every > 1 and len(index["step"]) == 160
+    assert every > 1
+    assert len(index["step"]) == 160
     assert all(
         (chunk >= 0) == (step % every == 0) for step, chunk in zip(index["step"], index["chunk"])
     )
@@ -238,13 +233,13 @@ def test_new_lines_are_read_once_and_cut_files_afresh(tmp_path: Path) -> None:
     write_run(tmp_path, 8, groups=1, n=2)
     reader = RunReader(tmp_path, TEXT_BYTES)
     first = reader.read(follow=True)
-    assert first["afresh"] and first["steps"] == list(range(8))
+    assert first["afresh"]
+    assert first["steps"] == list(range(8))
     # some ranks may still write the last one
     assert first["samples"]["index"]["step"] == [step for step in range(7) for _ in range(2)]
     empty = reader.read(follow=True)
-    assert not empty["afresh"] and not (
-        empty["steps"] or empty["lanes"] or empty["marks"] or empty["samples"]["chunks"]
-    )
+    assert not empty["afresh"]
+    assert not (empty["steps"] or empty["lanes"] or empty["marks"] or empty["samples"]["chunks"])
     writer = MetricsWriter(tmp_path, resume_step=8)
     writer.write(8, {"loss": 1.0, "new": 2.0})
     samples = SamplesWriter(tmp_path, resume_step=8)
@@ -255,22 +250,18 @@ def test_new_lines_are_read_once_and_cut_files_afresh(tmp_path: Path) -> None:
             for new_group in [group(8, 8, 2, np.random.default_rng(0))]
         ],
     )
-    new = reader.read(follow=True)
-    assert (
-        new["steps"] == [8]
-        and new["metrics"]["new"] == [2.0]
-        and new["samples"]["index"]["step"] == [7, 7]
-    )
+    appended = reader.read(follow=True)
+    assert appended["steps"] == [8]
+    assert appended["metrics"]["new"] == [2.0]
+    assert appended["samples"]["index"]["step"] == [7, 7]
     writer.close()
     writer = MetricsWriter(tmp_path, resume_step=3)
     for step in range(3, 12):
         writer.write(step, {"loss": -1.0})
-    again = reader.read(follow=True)
-    assert (
-        again["afresh"]
-        and again["steps"] == list(range(12))
-        and again["metrics"]["loss"][3:] == [-1.0] * 9
-    )
+    reread = reader.read(follow=True)
+    assert reread["afresh"]
+    assert reread["steps"] == list(range(12))
+    assert reread["metrics"]["loss"][3:] == [-1.0] * 9
 
 
 def test_followed_run_shows_the_samples_of_its_last_step(tmp_path: Path) -> None:
@@ -280,9 +271,8 @@ def test_followed_run_shows_the_samples_of_its_last_step(tmp_path: Path) -> None
     for path in (tmp_path / "rollouts").glob("*.jsonl"):
         os.utime(path, (0, time.time() - 2 * SETTLED_S))
     last = reader.read(follow=True)
-    assert last["samples"]["index"]["step"] == [3, 3] and all(
-        group["samples"][0]["numbers"] for group in chunks(last)[0]
-    )
+    assert last["samples"]["index"]["step"] == [3, 3]
+    assert all(group["samples"][0]["numbers"] for group in chunks(last)[0])
     assert reader.read(follow=True)["samples"]["index"]["step"] == []
     assert RunReader(tmp_path, TEXT_BYTES).read(follow=True)["samples"]["index"]["step"] == [
         0,
@@ -306,14 +296,15 @@ def test_faults_and_the_plan_come_from_the_trace(tmp_path: Path) -> None:
         ("launcher.0", "start"),
         ("launcher.0", "end"),
     ]
-    assert run_data["expected"]["step_s"] == 1.9 and run_data["pairs"]["trainer.1"] == [
+    assert run_data["expected"]["step_s"] == 1.9
+    assert run_data["pairs"]["trainer.1"] == [
         [0, 803968],
         [1, 803968],
     ]
-    assert [span[0] for span in run_data["lanes"]["engine.1"]] == ["away"] and len(
-        run_data["pauses"]
-    ) == 30
-    assert run_data["pauses"][10]["engines"] == [0] and run_data["engine_tokens"] == [
+    assert [span[0] for span in run_data["lanes"]["engine.1"]] == ["away"]
+    assert len(run_data["pauses"]) == 30
+    assert run_data["pauses"][10]["engines"] == [0]
+    assert run_data["engine_tokens"] == [
         150_000,
         49_980,
     ]
@@ -365,17 +356,14 @@ def test_advice_is_given_only_where_the_numbers_say_so() -> None:
         steps = [{"step": step, **calm, **changes} for step in range(40)]
         return advice(steps, settings or {}, tokens or {})
 
-    assert advice_of({}) == [] and advice_of({}, {0: 50_000, 1: 48_000}) == []
+    assert advice_of({}) == []
+    assert advice_of({}, {0: 50_000, 1: 48_000}) == []
     waits = {"time/trainer_wait_s": 0.6}
-    assert (
-        "the trainer waits 60% of a step" in advice_of(waits)[0]
-        and advice_of(waits, settings={"async.capacity": 0}) == []
-    )
+    assert "the trainer waits 60% of a step" in advice_of(waits)[0]
+    assert advice_of(waits, settings={"async.capacity": 0}) == []
     assert "the engines wait 60%" in advice_of({"time/generator_wait_s": 0.6})[0]
-    assert (
-        "25% of the responses" in advice_of({"truncated_fraction": 0.25})[0]
-        and "in 80% of the groups" in advice_of({"zero_advantage_fraction": 0.8})[0]
-    )
+    assert "25% of the responses" in advice_of({"truncated_fraction": 0.25})[0]
+    assert "in 80% of the groups" in advice_of({"zero_advantage_fraction": 0.8})[0]
     assert "engine 1 40%" in advice_of({}, {0: 50_000, 1: 20_000, 2: 51_000})[0]
     rows_alike = [{"step": step, **calm} for step in range(40)]
     settings = {}
@@ -407,8 +395,10 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: pytest.CaptureFix
         ([str(run), "--text-mib", "0"], "--text-mib 0: must be above 0 and finite"),
         ([str(run), "--text-mib", "inf"], "--text-mib inf: must be above 0 and finite"),
     ):
-        assert main(["report", *arguments]) == 2 and message in capsys.readouterr().err
-    assert main(["report", str(run)]) == 0 and (run / "report.html").stat().st_size > 50_000
+        assert main(["report", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.html").stat().st_size > 50_000
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'}: ")
 
 
@@ -446,7 +436,8 @@ def test_server_requires_its_token_and_its_own_host_name(tmp_path: Path) -> None
         ]
         assert status == 200
         status, answer = ask(f"/new{token}&page={name}&number=0")
-        assert status == 200 and json.loads(answer)[0]["steps"] == []
+        assert status == 200
+        assert json.loads(answer)[0]["steps"] == []
         assert (
             ask(f"/new{token}&page={name}&number=0")[0]
             == 409

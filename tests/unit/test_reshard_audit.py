@@ -140,7 +140,8 @@ def test_every_swap_of_elements_rows_and_columns_is_seen():
         for j in range(i):
             order = list(range(8))
             order[i], order[j] = j, i
-            assert hash_tensor(x[order]) != expected and hash_tensor(x[:, order]) != expected
+            assert hash_tensor(x[order]) != expected
+            assert hash_tensor(x[:, order]) != expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ from copies_reference import apply_copy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard_cases import DTYPES, RULES, assert_equal, carry_out, cases, check_lists, map_key
-from reshard_reference import full_tensors, in_files, megatron, sglang
+from reshard_reference import HF, full_tensors, in_files, megatron, sglang
 
 from megarl.base.geometry import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.kernels.audit import MASK, hash_slice, hash_tensor
@@ -25,6 +25,17 @@ from megarl.reshard.forwarding import passed_on, summary
 from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
+
+
+def trainer_ranks(spec: ModelSpec, hf: HF, topology: TrainerTopology, **settings) -> list[HF]:
+    """Every trainer rank's tensors, cut from the checkpoint by the reference."""
+    return [megatron(spec, hf, topology, rank, **settings) for rank in range(topology.world_size)]
+
+
+def engine_ranks(spec: ModelSpec, hf: HF, generator: GeneratorTopology, device: str) -> list[HF]:
+    """Every engine rank's tensors, cut from the checkpoint by the reference."""
+    ranks = range(generator.world_size)
+    return [sglang(spec, hf, generator, rank % generator.tp, device) for rank in ranks]
 
 
 @settings(max_examples=25, deadline=None)
@@ -40,10 +51,7 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
     map = ReshardMap.build(trainer, generator_layout(spec, generator, wire, device))
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
-    sources = [
-        megatron(spec, hf, topology, rank, fill=7.0, names=norms)
-        for rank in range(topology.world_size)
-    ]
+    sources = trainer_ranks(spec, hf, topology, fill=7.0, names=norms)
     for rank, tensors in enumerate(sources):  # compares the layout itself with the reference
         assert {t.name: t.shape for t in trainer.tensors(rank)} == {
             name: tuple(t.shape) for name, t in tensors.items()
@@ -56,11 +64,7 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
             spec.family == "glm4_moe" and name.endswith("mlp.gate.weight")
         ):
             cast[name] = hf[name]  # always float32 in the engine
-    expected = [
-        sglang(spec, cast, generator, rank % generator.tp, device)
-        for rank in range(generator.world_size)
-    ]
-    assert_equal(received, expected)
+    assert_equal(received, engine_ranks(spec, cast, generator, device))
     check_lists(map, copies, joined)
 
 
@@ -74,9 +78,8 @@ def test_relays_between_engines_fill_all_engines(case, data, rule):
     spec, topology, generator, device = case
     engines = data.draw(st.integers(1, 6), "engines")
     generator = dataclasses.replace(generator, engines=engines)
-    of_ends, of_layers = (
-        data.draw(st.integers(1, engines), name) for name in ("of_ends", "of_layers")
-    )
+    of_ends = data.draw(st.integers(1, engines), "of_ends")
+    of_layers = data.draw(st.integers(1, engines), "of_layers")
     trainer = trainer_layout(spec, topology, "float32")
     full_map = ReshardMap.build(
         trainer, generator_layout(spec, generator, "float32", device, rule and RULES[rule])
@@ -86,9 +89,10 @@ def test_relays_between_engines_fill_all_engines(case, data, rule):
     map = dataclasses.replace(full_map, destination=forwarding.leaders)
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
-    sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
+    sources = trainer_ranks(spec, hf, topology, fill=7.0)
     received, _ = carry_out(map, sources, True)
-    given_bytes, taken_bytes = ([0] * generator.world_size for _ in range(2))
+    given_bytes = [0] * generator.world_size
+    taken_bytes = [0] * generator.world_size
     for relay in forwarding.relays:
         assert relay.tensor not in received[relay.destination_rank], "twice"
         received[relay.destination_rank][relay.tensor] = received[relay.source_rank][relay.tensor]
@@ -97,13 +101,7 @@ def test_relays_between_engines_fill_all_engines(case, data, rule):
     assert_equal(received, carry_out(full_map, sources, True)[0])
     assert [side.tolist() for side in forwarding.rank_bytes()] == [given_bytes, taken_bytes]
     if rule is None:
-        assert_equal(
-            received,
-            [
-                sglang(spec, hf, generator, rank % generator.tp, device)
-                for rank in range(generator.world_size)
-            ],
-        )
+        assert_equal(received, engine_ranks(spec, hf, generator, device))
     assert summary(map, forwarding) == dataclasses.replace(
         full_map.summary(), copies=map.summary().copies, writes=map.summary().writes,
         relayed_bytes=sum(given_bytes),
@@ -137,10 +135,8 @@ def test_data_parallel_attention(name: str, dp_attention: int):
     )
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
-    received, copies = carry_out(
-        map, [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(4)], True
-    )
-    assert_equal(received, [sglang(spec, hf, generator, rank % 4, "cuda") for rank in range(8)])
+    received, copies = carry_out(map, trainer_ranks(spec, hf, topology, fill=7.0), True)
+    assert_equal(received, engine_ranks(spec, hf, generator, "cuda"))
     check_lists(map, copies, True)
 
 
@@ -157,12 +153,10 @@ def test_export_and_import_are_each_others_inverse(case):
     into = ReshardMap.build(checkpoint, trainer)
     prove_exactly_once(out)
     prove_exactly_once(into)
-    assert_equal(
-        carry_out(out, [megatron(spec, hf, topology, rank, fill=7.0) for rank in ranks], True)[0],
-        [files],
-    )
+    exported, _ = carry_out(out, trainer_ranks(spec, hf, topology, fill=7.0), True)
+    assert_equal(exported, [files])
     filled, copies = carry_out(into, [files], False)
-    assert_equal(filled, [megatron(spec, hf, topology, rank, fill=0.0) for rank in ranks])
+    assert_equal(filled, trainer_ranks(spec, hf, topology, fill=0.0))
     assert sorted(map_key(c) for rank in ranks for c in into.copies_to(rank)) == sorted(
         map_key(c) for c in copies
     )
@@ -189,7 +183,7 @@ def test_hashes_of_copies_add_up_to_the_hash_of_the_tensor(case, wire):
     trainer = trainer_layout(spec, topology, "float32")
     map = ReshardMap.build(trainer, generator_layout(spec, generator, wire, device))
     hf = full_tensors(spec, torch.float32)
-    sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
+    sources = trainer_ranks(spec, hf, topology, fill=7.0)
     received, copies = carry_out(map, sources, True)
     sums: dict[tuple[int, str], int] = {}
     for copy in copies:

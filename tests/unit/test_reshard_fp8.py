@@ -84,10 +84,8 @@ def quantised_checkpoint(spec: ModelSpec, hf: HF, rule: Rule) -> tuple[HF, HF]:
                 quantised[0].view(torch.uint8).flatten().split([hf[name].numel() for name in group])
             )
             for name, part in zip(group, parts):
-                codes[name], scales[name] = (
-                    part.view(hf[name].shape),
-                    quantised[1].expand(hf[name].shape),
-                )
+                codes[name] = part.view(hf[name].shape)
+                scales[name] = quantised[1].expand(hf[name].shape)
             continue
         for name in group:
             code, scale = quantise(hf[name], rule, name)

@@ -233,10 +233,8 @@ def test_experts_stand_on_their_own_mesh():
         t.name
         for t in trainer_layout(moe, TrainerTopology(ep=2, dp=2), "bfloat16", "te").tensors(1)
     }
-    assert (
-        "decoder.layers.0.mlp.experts.linear_fc1.weight4" in te
-        and "decoder.layers.0.pre_mlp_layernorm.weight" in te
-    )
+    assert "decoder.layers.0.mlp.experts.linear_fc1.weight4" in te
+    assert "decoder.layers.0.pre_mlp_layernorm.weight" in te
 
 
 def test_engines_give_each_run_of_ranks_its_experts():
@@ -257,7 +255,8 @@ def test_engines_give_each_run_of_ranks_its_experts():
 def test_padded_heads_are_zeros_on_cpu_and_copies_on_gpu():
     one_kv = spec(kv=1, vocab=500)
     cpu = generator_layout(one_kv, GeneratorTopology(tp=2), "float32", device="cpu").tensors(1)[1]
-    assert cpu.name.endswith("qkv_proj.weight") and cpu.pieces == ()
+    assert cpu.name.endswith("qkv_proj.weight")
+    assert cpu.pieces == ()
     gpu = generator_layout(one_kv, GeneratorTopology(tp=2), "float32", device="cuda").tensors(1)[1]
     assert gpu.shape == (64 + 16 + 16, 128)
     gpu_pieces = [
@@ -276,10 +275,8 @@ def test_tied_output_layer_is_a_parameter_only_on_a_later_stage():
         t.name for t in trainer_layout(tied, TrainerTopology(), "float32").tensors(0)
     }
     last = trainer_layout(tied, TrainerTopology(pp=2), "float32").tensors(1)[-1]
-    assert (
-        last.name == "output_layer.weight"
-        and last.pieces[0].logical_name == "model.embed_tokens.weight"
-    )
+    assert last.name == "output_layer.weight"
+    assert last.pieces[0].logical_name == "model.embed_tokens.weight"
 
 
 def test_transformer_engine_has_norms_inside_linear_layers():

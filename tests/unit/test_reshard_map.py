@@ -86,7 +86,8 @@ def test_schedule_has_each_write_once_and_both_ends_agree():
     map = tiny_map(dp=2)
     sent = [batch for rank in range(8) for batch in batches_from(map, rank, wave_bytes=600)]
     received = [batch for rank in range(8) for batch in batches_to(map, rank, wave_bytes=600)]
-    assert Counter(sent) == Counter(received) and max(Counter(sent).values()) == 1
+    assert Counter(sent) == Counter(received)
+    assert max(Counter(sent).values()) == 1
     assert Counter(write for batch in sent for write in batch.writes) == Counter(
         w for rank in range(8) for w in map.writes_from(rank)
     )
@@ -106,10 +107,10 @@ def test_schedule_has_each_write_once_and_both_ends_agree():
         depths = [
             (min(w.depth for w in b.writes), max(w.depth for w in b.writes)) for b in rank_batches
         ]
-        for (_, last), (first, _), (one, two) in zip(
+        for (_, last), (first, _), (batch_before, batch_after) in zip(
             depths, depths[1:], itertools.pairwise(rank_batches)
         ):
-            assert one.wave == two.wave or last < first
+            assert batch_before.wave == batch_after.wave or last < first
 
 
 MIXTURE = ModelSpec(
@@ -163,7 +164,8 @@ def test_writes_join_what_continues_on_both_sides():
         for w in map.writes_from(1)
         if w.destination_tensor == "model.layers.0.self_attn.qkv_proj.weight"
     ]
-    assert len(qkv) == 1 and qkv[0].source_box == Box((0, 0), (8, 12)) == qkv[0].destination_box
+    assert len(qkv) == 1
+    assert qkv[0].source_box == Box((0, 0), (8, 12)) == qkv[0].destination_box
     assert (
         len([c for c in map.copies_from(1) if c.destination_tensor == qkv[0].destination_tensor])
         == 3
@@ -188,15 +190,15 @@ def test_report_has_every_parameter_and_json_every_number():
     text = render(map, 50e9)
     for kind in map.destination.kinds:
         assert kind.name.removeprefix("model.layers.{layer}.") in text
-    assert map.plan_hash in text and "zeros" in text and "relays" not in text
+    assert map.plan_hash in text
+    assert "zeros" in text
+    assert "relays" not in text
     part, forwarding = relayed(tiny_map(engines=4), RelayRule("inside_hosts", 8))
     assert "relays    " in render(part, 50e9, forwarding)
     facts = to_json(map)
-    assert (
-        facts["copies"] == len(all_copies(map))
-        and facts["exactly_once"] is True
-        and facts["bytes"] == facts["bytes_minimum"]
-    )
+    assert facts["copies"] == len(all_copies(map))
+    assert facts["exactly_once"] is True
+    assert facts["bytes"] == facts["bytes_minimum"]
     assert set(facts) == {
         "trainer_ranks",
         "generator_ranks",
@@ -236,7 +238,8 @@ def test_405b_to_512_ranks(topology, balance):
     prove_exactly_once(map)
     summary = map.summary()
     assert (summary.tensors, summary.copies, summary.writes) == (388_608, 583_040, 389_504)
-    assert summary.bytes == summary.bytes_minimum and summary.receiver_max_over_mean == 1.0
+    assert summary.bytes == summary.bytes_minimum
+    assert summary.receiver_max_over_mean == 1.0
     assert summary.sender_max_over_mean == pytest.approx(balance, abs=1e-4)
     assert len(map.copies_to(511)) == 583_040 // 512 + 1
     assert len(map.rows) < 200  # the template does not grow with layers or replicas

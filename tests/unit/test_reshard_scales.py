@@ -140,9 +140,8 @@ def test_proof_of_the_template_refuses_damaged_rows(change):
 
 def test_uncut_tiles_need_no_exchange():
     map = fp8_map()
-    assert not any(row.cut for row in map.rows) and all(
-        amax_parts(map, rank) == [] for rank in range(2)
-    )
+    assert not any(row.cut for row in map.rows)
+    assert all(amax_parts(map, rank) == [] for rank in range(2))
 
 
 def test_ranks_of_one_replica_exchange_the_amax_of_cut_rows():

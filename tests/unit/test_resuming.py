@@ -78,13 +78,12 @@ def test_damaged_state_is_one_message_with_a_remedy(
     with pytest.raises(ConfigError) as raised:
         check_resume_point(tmp_path, latest_checkpoint(tmp_path))
     (problem,) = raised.value.problems
-    then = (
+    consequence = (
         "step_000002 serves then" if older else "there is no older one, so the run begins anew then"
     )
     damage = "is missing" if content is None else "is damaged: it has "
-    assert problem.startswith(f"{newest}: state.json {damage}") and problem.endswith(
-        f". Move this folder away: {then}"
-    )
+    assert problem.startswith(f"{newest}: state.json {damage}")
+    assert problem.endswith(f". Move this folder away: {consequence}")
 
 
 def test_dry_run_checks_the_checkpoint_of_the_next_run(
@@ -225,11 +224,11 @@ def test_copied_checkpoint_is_refused_by_the_step_in_its_name(
             load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}", "max_steps=8"]),
             command,
         )
-    then = "so it was copied or renamed. Move this folder away: step_000004 is the newest then"
-    assert f"{copy}: was saved after step 4, not 8 (state.json), {then}" in raised.value.problems
+    reason = "so it was copied or renamed. Move this folder away: step_000004 is the newest then"
+    assert f"{copy}: was saved after step 4, not 8 (state.json), {reason}" in raised.value.problems
     shutil.rmtree(source)
     assert [*check_names(tmp_path / run)] == [
-        f"{copy}: was saved after step 4, not 8 (state.json), {then.partition(':')[0]}: there is "
+        f"{copy}: was saved after step 4, not 8 (state.json), {reason.partition(':')[0]}: there is "
         "no other"
     ]
     assert latest_checkpoint(tmp_path / run).step == 0
@@ -265,7 +264,8 @@ def test_checkpoint_survives_pruning_while_it_is_exported(tmp_path: Path) -> Non
     # a user's folder, from megarl export --output
     (tmp_path / "export/step_000002").mkdir(parents=True)
     with linked_checkpoint(tmp_path, None) as linked:
-        assert linked.step == 4 and not (tmp_path / "exporting/step_000099").exists()
+        assert linked.step == 4
+        assert not (tmp_path / "exporting/step_000099").exists()
         assert (tmp_path / "export/step_000002").exists()
         save(tmp_path, 6)
         prune_checkpoints(tmp_path, keep=1)
@@ -334,7 +334,8 @@ def test_too_small_a_disk_is_refused_before_anything_starts(disk: Path) -> None:
     (problem,) = raised.value.problems
     assert problem.startswith(
         f"run_dir={run}: 3 checkpoints (checkpoint.keep=2) will take 27.6 MiB"
-    ) and problem.endswith("20.0 MiB are free there")
+    )
+    assert problem.endswith("20.0 MiB are free there")
     inputs.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
     (disk / "other").write_bytes(bytes(18 << 20))
     with pytest.raises(
@@ -385,14 +386,20 @@ def test_the_best_checkpoint_by_a_held_out_score_stays(
         write_result(tmp_path, step, {"pass@1": 1.0, "suites": {"hard": {"pass@1": score}}})
 
     evaluated(0, 0.9)  # before the first step: no checkpoint has these weights
-    assert saved(2) == [2] and saved(4) == [4] and saved(6) == [4, 6] and saved(8) == [4, 8]
+    assert saved(2) == [2]
+    assert saved(4) == [4]
+    assert saved(6) == [4, 6]
+    assert saved(8) == [4, 8]
     assert best_checkpoint(config) is None
     evaluated(4, 0.5)
     evaluated(8, 0.5)
-    assert saved(10) == [4, 10] and saved(12) == [4, 12] and best_checkpoint(config) == (4, 0.5)
+    assert saved(10) == [4, 10]
+    assert saved(12) == [4, 12]
+    assert best_checkpoint(config) == (4, 0.5)
     assert saved(14) == [4, 12, 14]
     evaluated(12, 0.75)
-    assert saved(16) == [12, 16] and best_checkpoint(config) == (12, 0.75)
+    assert saved(16) == [12, 16]
+    assert best_checkpoint(config) == (12, 0.75)
     evaluated(16, 0.1)
     assert saved(18) == [12, 18] and saved(20) == [12, 20], "12 is old by now"
     assert best_step(config) == (12, ", the best by eval/hard/pass@1: 0.750")

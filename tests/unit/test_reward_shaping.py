@@ -96,15 +96,12 @@ def test_penalties_count_in_training_and_not_in_the_report() -> None:
             steps.algorithm.advantages(steps.rewards(batch)).tolist(),
             batch_metrics(batch, 0, steps.rewards(batch) if name == "shaped" else None),
         )
-    assert outcomes["plain"][0] == [[0.0, 0.0]] and outcomes["shaped"][0] == [[0.25, -0.25]]
-    assert (
-        outcomes["plain"][1]["zero_advantage_fraction"] == 1
-        and "reward/penalty/mean" not in outcomes["plain"][1]
-    )
-    assert (
-        outcomes["shaped"][1]["zero_advantage_fraction"] == 0
-        and outcomes["shaped"][1]["reward/penalty/mean"] == 0.25
-    )
+    assert outcomes["plain"][0] == [[0.0, 0.0]]
+    assert outcomes["shaped"][0] == [[0.25, -0.25]]
+    assert outcomes["plain"][1]["zero_advantage_fraction"] == 1
+    assert "reward/penalty/mean" not in outcomes["plain"][1]
+    assert outcomes["shaped"][1]["zero_advantage_fraction"] == 0
+    assert outcomes["shaped"][1]["reward/penalty/mean"] == 0.25
     assert outcomes["shaped"][1]["reward/mean"] == outcomes["plain"][1]["reward/mean"] == 1.0
     torch.testing.assert_close(
         batch_rewards(batch, shaping), torch.tensor([[1.0, 0.5]], dtype=torch.float64)

@@ -426,7 +426,8 @@ def test_marks_escaped_as_html_are_marks():
     "<think>7?</think>The answer is 12.<think>Let me check: 13", "Answer: 12\n<scratchpad>13",
 ])  # fmt: skip
 def test_marks_that_prose_names_hide_no_answer(text: str):
-    assert math_reward(text, "12") == 1.0 and math_reward(text, "13") == 0.0
+    assert math_reward(text, "12") == 1.0
+    assert math_reward(text, "13") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -656,21 +657,17 @@ def test_extraction():
     assert marked_answer("nothing marked") is None
     assert marked_answer("The answer is $\\frac{1}{2}$. I hope it is correct.") == "\\frac{1}{2}"
     assert last_number("from 1,200 to -1,234.5") == "-1,234.5"
-    assert (
-        last_number("from 3-2") == ""
-        and last_number("2^5") == ""
-        and last_number("the point (3, 5)") == ""
-    )
+    assert last_number("from 3-2") == ""
+    assert last_number("2^5") == ""
+    assert last_number("the point (3, 5)") == ""
     assert (
         marked_answer("**The answer is 42.**")
         == marked_answer("The answer is\n\n**42**")
         == marked_answer("\\boxed 42")
         == "42"
     )
-    assert (
-        marked_answer("\\boxed{7 \\boxed{5}}") == "7 \\boxed{5}"
-        and marked_answer("7 \\boxed{5}") == ""
-    )
+    assert marked_answer("\\boxed{7 \\boxed{5}}") == "7 \\boxed{5}"
+    assert marked_answer("7 \\boxed{5}") == ""
     assert last_running_number("10-3,-4") == "-4"
 
 
@@ -734,17 +731,13 @@ def test_decimals_are_compared_to_six_places_or_digits():
         ("1e5", "100,000", True), ("1e-3", "0.001", True), ("1 2/3", "5/3", True),
     ]:  # fmt: skip
         assert plain_equal(plain_number(a), plain_number(b)) is same, (a, b)
-    assert (
-        plain_number("1/0") is None
-        and plain_number("1.5/2") is None
-        and plain_number("") is None
-        and plain_number("\u0661") is None
-    )
-    assert (
-        plain_number("1e9999") is None
-        and plain_number("1 2/0") is None
-        and plain_number("9" * 65) is None
-    )
+    assert plain_number("1/0") is None
+    assert plain_number("1.5/2") is None
+    assert plain_number("") is None
+    assert plain_number("\u0661") is None
+    assert plain_number("1e9999") is None
+    assert plain_number("1 2/0") is None
+    assert plain_number("9" * 65) is None
 
 
 @settings(max_examples=200, deadline=None)

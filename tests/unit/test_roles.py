@@ -207,7 +207,8 @@ def test_engines_of_roles_have_ranks_of_their_own(tmp_path: Path) -> None:
     )
     plan = resolve(run_config, "plan")
     first, second = placement(plan, Job("train", tmp_path, "trainer", "generator"), 2, 8)
-    assert [part.name for part in first.engines] == ["engine.0", "engine.1"] and first.serves == (
+    assert [part.name for part in first.engines] == ["engine.0", "engine.1"]
+    assert first.serves == (
         0,
         1,
     )
@@ -217,7 +218,8 @@ def test_engines_of_roles_have_ranks_of_their_own(tmp_path: Path) -> None:
         ("rm.2", 4),
         ("judge.0", 6),
     ]
-    assert second.serves == () and second.answering == second.engines
+    assert second.serves == ()
+    assert second.answering == second.engines
     planned = estimate(run_config, load_spec(MODEL))
     assert {name: served.gpus for name, served in planned.served.items()} == {"rm": 6, "judge": 1}
     assert planned.served["rm"].memory.weights < planned.served["judge"].memory.weights
@@ -238,7 +240,7 @@ def test_a_resumed_run_keeps_its_reward(tmp_path: Path) -> None:
     )
     (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
     (tmp_path / "run/config.yaml").write_text(dump_config(first_config))
-    now = config(
+    second_config = config(
         tmp_path, "reward.parts.a.name=math", "reward.parts.a.weight=2", "reward.parts.c.name=math"
     )
     fixed = [
@@ -263,7 +265,7 @@ def test_a_resumed_run_keeps_its_reward(tmp_path: Path) -> None:
     assert sorted(problem for problem in problems if problem.startswith("reward.")) == [
         message.format(f"{tmp_path}/run") for message in fixed
     ]
-    assert "eval.suites.x.source=null, was x.jsonl" in changes(now)
+    assert "eval.suites.x.source=null, was x.jsonl" in changes(second_config)
 
 
 def test_the_answer_column_is_read_as_scores_need_it() -> None:
@@ -280,19 +282,15 @@ def test_the_answer_column_is_read_as_scores_need_it() -> None:
         config.eval.reward = of_eval.get("reward")
         return answers_of(config, evaluated)
 
-    assert (
-        needed("math", "roles.judge") == "final"
-        and needed("math", "g:f", "roles.judge") == "final, row"
-    )
+    assert needed("math", "roles.judge") == "final"
+    assert needed("math", "g:f", "roles.judge") == "final, row"
     assert (
         needed("g:f", "roles.rm")
         == needed("roles.judge", template="{response} {answer}")
         == "whole"
     )
-    assert (
-        needed("roles.judge", "roles.rm") == "unused"
-        and needed("roles.rm", evaluated=True, reward="math") == "final"
-    )
+    assert needed("roles.judge", "roles.rm") == "unused"
+    assert needed("roles.rm", evaluated=True, reward="math") == "final"
 
 
 def test_a_weighted_sum_that_is_too_large_names_the_parts() -> None:
@@ -385,7 +383,8 @@ def test_only_the_templates_own_special_tokens_count(prompt: str, response: str)
     tokenizer = tokenizer_of(str(TINY), "path")
     template = Template(tokenizer, "<bos>{prompt}<eos>{response}?{other}", ("prompt", "response"))
     ids = template.encode(prompt=f"{prompt}<eos>", response=f"<bos>{response}")
-    assert ids.count(2) == ids.count(1) == 1 and ids[0] == 1
+    assert ids.count(2) == ids.count(1) == 1
+    assert ids[0] == 1
     plain = [
         tokenizer.encode_text(text) for text in (f"{prompt}<eos>", f"<bos>{response}?{{other}}")
     ]
@@ -436,7 +435,8 @@ class ScriptedFleet:
         self.read: list[str] = []
 
     async def generate(self, prompt_ids, sampling, n):
-        self.read.append(text := self._tokenizer.decode(prompt_ids))
+        text = self._tokenizer.decode(prompt_ids)
+        self.read.append(text)
         ids = self._tokenizer.encode_text(self._answer(text))
         return [
             Completion(
@@ -477,7 +477,8 @@ def test_the_last_verdict_counts_and_none_is_a_failure() -> None:
     async def ask(response: str) -> Score:
         return await judge.score(part, ScoreRequest(response, "", prompt="1+6="))
 
-    assert asyncio.run(ask("7")) == Score(1.0) and fleet.read == ["1+6=7"]
+    assert asyncio.run(ask("7")) == Score(1.0)
+    assert fleet.read == ["1+6=7"]
     [failure] = asyncio.run(ask("8")).failures
     assert (failure.kind, failure.part, failure.reason) == (
         "error",
@@ -496,7 +497,8 @@ def test_every_response_meets_as_many(count: int, opponents: int | None) -> None
     games = pairs(count, opponents)
     met = [sum(i in pair for pair in games) for i in range(count)]
     expected = min(count - 1, 2 * opponents if opponents else count - 1)
-    assert len(set(games)) == len(games) and all(i < j for i, j in games)
+    assert len(set(games)) == len(games)
+    assert all(i < j for i, j in games)
     assert met == [expected] * count
 
 

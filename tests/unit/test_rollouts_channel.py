@@ -113,7 +113,7 @@ def summaries(*groups: Group) -> list[GroupSummary]:
 
 
 @pytest.fixture(scope="module")
-def alone():
+def single_rank():
     dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
     )
@@ -149,7 +149,7 @@ def until_held(receiver: RolloutsReceiver, ordinals: list[int]) -> Ledger:
         time.sleep(0.01)
 
 
-def test_waiting_for_scores_is_not_generation_time(alone, link):
+def test_waiting_for_scores_is_not_generation_time(single_rank, link):
     sender, receiver = ends(link)
     asyncio.run(sender.first(5))
     sender.begun([0, 1], 0)
@@ -160,7 +160,7 @@ def test_waiting_for_scores_is_not_generation_time(alone, link):
     assert (trainer.batches[0].generate_s, trainer.batches[0].reward_s) == (3.0, 4.0)
 
 
-def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
+def test_groups_go_out_as_they_finish_and_arrive_as_batches(single_rank, link):
     sender, receiver = ends(link)
     assert asyncio.run(sender.first(5)) == GenerateFrom(0, [])
     sender.begun([0, 1, 2, 3], 0)
@@ -192,7 +192,7 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
     assert b"\xc3\xa9" in receiver.ledger()
 
 
-def test_ranks_may_wait_longer_for_a_batch_than_for_each_other(alone, link):
+def test_ranks_may_wait_longer_for_a_batch_than_for_each_other(single_rank, link):
     _sender, receiver = ends(link, ledger=Ledger(0, [], [ready(0), ready(1)]), timeout_s=3600.0)
     receiver.recv(FakeTrainer())
     limit = receiver._groups.all._get_backend(torch.device("cpu")).options._timeout
@@ -230,7 +230,7 @@ def test_starts_are_read_before_the_groups_they_announce():
     assert [group.ordinal for group in msgspec.msgpack.decode(ledger, type=Ledger).groups] == [0, 1]
 
 
-def test_groups_of_the_ledger_are_used_on_resume(alone, link):
+def test_groups_of_the_ledger_are_used_on_resume(single_rank, link):
     ledger = Ledger(4, [6], [ready(5, started_s=0.0, ended_s=0.0)])
     sender, receiver = ends(link, ledger=ledger)
     assert asyncio.run(sender.first(5)) == GenerateFrom(4, [5, 6])
@@ -238,13 +238,11 @@ def test_groups_of_the_ledger_are_used_on_resume(alone, link):
     sender.finished(ready(7, 2, started_s=8.0, ended_s=9.0))
     trainer = FakeTrainer(curr_step=2)
     receiver.recv(trainer)
-    assert (
-        trainer.batches[0].groups == summaries(group(5), group(7, 2))
-        and trainer.batches[0].generate_s == 1.0
-    )
+    assert trainer.batches[0].groups == summaries(group(5), group(7, 2))
+    assert trainer.batches[0].generate_s == 1.0
 
 
-def test_groups_that_are_too_old_are_rejected_and_counted(alone, link):
+def test_groups_that_are_too_old_are_rejected_and_counted(single_rank, link):
     sender, receiver = ends(link, max_staleness=1, ledger=Ledger(0, [], [ready(0), ready(1)]))
     asyncio.run(sender.first(5))
     sender.begun([2, 3], 5)
@@ -252,14 +250,12 @@ def test_groups_that_are_too_old_are_rejected_and_counted(alone, link):
         sender.finished(ready(ordinal, 5))
     trainer = FakeTrainer(curr_step=5)
     receiver.recv(trainer)
-    assert (
-        trainer.batches[0].groups == summaries(group(2, 5), group(3, 5))
-        and trainer.batches[0].rejected == 2
-    )
+    assert trainer.batches[0].groups == summaries(group(2, 5), group(3, 5))
+    assert trainer.batches[0].rejected == 2
     assert asyncio.run(link[0].arrival(Regenerate, 5, "rejected"))[1].ordinals == [0, 1]
 
 
-def test_dropped_groups_come_with_a_batch_or_in_its_place(alone, link):
+def test_dropped_groups_come_with_a_batch_or_in_its_place(single_rank, link):
     """Seven groups are dropped before the first batch, and three more in place of the second."""
     hub, peer = link
     dropped = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in range(7)]
@@ -282,26 +278,25 @@ def test_dropped_groups_come_with_a_batch_or_in_its_place(alone, link):
     until_held(receiver, [1, 3, 7])
     receiver.recv(trainer)
     [batch] = trainer.batches
-    assert [group.ordinal for group in batch.groups] == [1, 3] and batch.dropped == summaries(
-        group(0), group(2)
-    )
+    assert [group.ordinal for group in batch.groups] == [1, 3]
+    assert batch.dropped == summaries(group(0), group(2))
     assert [texts_of(texts) for texts in batch.dropped_texts] == [
         GroupTexts("x", "y", [("é", []), ("é", [])])
     ] * 2
-    again = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in (8, 9, 10)]
+    later_drops = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in (8, 9, 10)]
     sender.begun([8, 9, 10], 0)
-    for ready_group in again:
+    for ready_group in later_drops:
         sender.finished(ready_group)
     trainer.curr_step = 1
     receiver.recv(trainer)
     given_up = trainer.batches[1]
-    assert given_up.groups == given_up.texts == [] and given_up.numbers == {}
-    assert [group.ordinal for group in given_up.dropped] == [4, 5, 6, 8, 9, 10] and len(
-        given_up.dropped_texts
-    ) == 6
+    assert given_up.groups == given_up.texts == []
+    assert given_up.numbers == {}
+    assert [group.ordinal for group in given_up.dropped] == [4, 5, 6, 8, 9, 10]
+    assert len(given_up.dropped_texts) == 6
 
 
-def test_a_deadline_names_both_sides_and_says_how_things_stand(alone, link):
+def test_a_deadline_names_both_sides_and_says_how_things_stand(single_rank, link):
     sender, receiver = ends(link, max_staleness=1, ledger=Ledger(0, [], [ready(0)]), timeout_s=0.3)
     asyncio.run(sender.first(5))
     sender.begun([3, 2], 4)
@@ -322,7 +317,7 @@ def receiver_and_hub(link, **settings):
     return hub, receiver
 
 
-def test_stopping_run_gets_no_batch_that_it_waits_for(alone, link):
+def test_stopping_run_gets_no_batch_that_it_waits_for(single_rank, link):
     stop = StopRequest()
     trainer = FakeTrainer()
     _, receiver = receiver_and_hub(link, stop=stop)
@@ -330,12 +325,15 @@ def test_stopping_run_gets_no_batch_that_it_waits_for(alone, link):
     asking.start()
     receiver.recv(trainer)
     asking.join()
-    assert trainer.stopped and not trainer.batches
+    assert trainer.stopped
+    assert not trainer.batches
 
 
-def test_weights_are_sent_again_while_waiting_for_a_batch(alone, link):
+def test_weights_are_sent_again_while_waiting_for_a_batch(single_rank, link):
     """Requests for older versions are passed over."""
-    sent, stop, trainer = [], StopRequest(), FakeTrainer(curr_step=3)
+    sent = []
+    stop = StopRequest()
+    trainer = FakeTrainer(curr_step=3)
 
     def resend(executor):
         sent.append(executor.curr_step)
@@ -345,14 +343,15 @@ def test_weights_are_sent_again_while_waiting_for_a_batch(alone, link):
     hub.send("trainer.0", WeightsWanted(2))
     hub.send("trainer.0", WeightsWanted(3))
     receiver.recv(trainer)
-    assert sent == [3] and trainer.stopped
+    assert sent == [3]
+    assert trainer.stopped
 
 
 class Sender(EmulatedSender):
     write_s = 0.05
 
 
-def test_repeated_sending_counts_once_in_the_times_of_a_step(alone, link):
+def test_repeated_sending_counts_once_in_the_times_of_a_step(single_rank, link):
     """The generator grants the weights after 0.2 s, and asks for them again.
 
     Then it takes 0.3 s, and delays the batch by 0.1 s.

@@ -53,9 +53,8 @@ def test_packed_experts_are_restored(format: RoutingFormat, positions: int) -> N
     answered = ids(positions, format)
     answered[:, : format.dense_layers] = 77  # a layer without experts may have anything
     bytes_ = format.from_engine(answered.tobytes())
-    assert (
-        len(bytes_) == positions * format.position_bytes and format.positions(bytes_) == positions
-    )
+    assert len(bytes_) == positions * format.position_bytes
+    assert format.positions(bytes_) == positions
     np.testing.assert_array_equal(format.unpack(bytes_), answered[:, format.dense_layers :])
 
 
@@ -170,7 +169,8 @@ def test_a_microbatch_has_experts_where_they_are_known() -> None:
     sequences = [sequence(4, packed(3)), sequence(5, b""), sequence(6, packed(3, seed=1))]
     plan = MicrobatchPlan((2, 0), (0, 5, 9))  # the second one has a position of padding
     batch = build(plan, sequences, torch.device("cpu"), routing=FORMAT)
-    assert batch.routing.shape == (9, 2, 2) and batch.routing.dtype == torch.int16
+    assert batch.routing.shape == (9, 2, 2)
+    assert batch.routing.dtype == torch.int16
     for start, end, seed in ((0, 5, 1), (5, 9, 0)):
         assert batch.routing[start : start + 3].tolist() == FORMAT.unpack(packed(3, seed)).tolist()
         assert (batch.routing[start + 3 : end] == -1).all()

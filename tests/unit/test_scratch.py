@@ -32,7 +32,8 @@ def temporary(monkeypatch):
 
 def test_scratch_is_private_and_removed_with_the_launch(temporary):
     with scratch_folder() as folder:
-        assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
+        assert folder.parent == temporary
+        assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "socket").touch()
     assert list(temporary.iterdir()) == []
 
@@ -46,7 +47,8 @@ def test_scratch_of_a_killed_launcher_is_removed_by_the_next(temporary):
     with scratch_folder() as first:
         assert not os.path.exists(abandoned)
         with scratch_folder() as second:
-            assert first.exists() and second != first
+            assert first.exists()
+            assert second != first
         assert first.exists()
 
 
@@ -63,4 +65,5 @@ def test_private_folder_is_the_users_alone_if_it_is_new(tmp_path):
     existing.chmod(0o750)
     for path in (new, existing):
         make_private_folder(path)
-    assert new.stat().st_mode & 0o777 == 0o700 and existing.stat().st_mode & 0o777 == 0o750
+    assert new.stat().st_mode & 0o777 == 0o700
+    assert existing.stat().st_mode & 0o777 == 0o750

@@ -57,14 +57,17 @@ def test_seeds_of_prompts_samples_and_turns_do_not_collide() -> None:
         for sample in range(16)
         for turn in range(10)
     }
-    assert len(seeds) == 80_000 and min(seeds) >= 0 and max(seeds) < 2**63
+    assert len(seeds) == 80_000
+    assert min(seeds) >= 0
+    assert max(seeds) < 2**63
 
 
 def test_requests_carry_seeds() -> None:
     assert Sampling(8, seed=5).parameters()["sampling_seed"] == 5
     assert "sampling_seed" not in Sampling(8).parameters()
     drawn = [Sampling(8, seed=5).of_sample(index).seed for index in range(4)]
-    assert len({*drawn}) == 4 and Sampling(8).of_sample(1).seed is None
+    assert len({*drawn}) == 4
+    assert Sampling(8).of_sample(1).seed is None
 
 
 def test_continued_response_keeps_its_seed() -> None:
@@ -75,12 +78,12 @@ def test_continued_response_keeps_its_seed() -> None:
 
 
 def test_seeds_count_requests_of_the_same_tokens() -> None:
-    one = Seeds(0)
+    first = Seeds(0)
     repeated = Seeds(0)
-    assert (one.next([1]), one.next([2])) == (repeated.next([1]), repeated.next([2])), (
+    assert (first.next([1]), first.next([2])) == (repeated.next([1]), repeated.next([2])), (
         "a run repeats them"
     )
-    late = one.next([1])
+    late = first.next([1])
     repeated.next([3])
     assert repeated.next([1]) == late, "whatever was asked for in between"
     assert len({Seeds(0).next([1]), late, Seeds(1).next([1])}) == 3
@@ -122,7 +125,8 @@ def test_samples_of_a_rollout_have_seeds_of_their_own(indexed: bool) -> None:
         return await asyncio.gather(*map(one, range(n)))
 
     seeds = seeds_asked(rollout)
-    assert len({*seeds}) == 6 and seeds == seeds_asked(rollout)
+    assert len({*seeds}) == 6
+    assert seeds == seeds_asked(rollout)
     assert not {*seeds} & {*seeds_asked(rollout, ordinal=4)}
     assert not {*seeds} & {*seeds_asked(rollout, run_seed=1)}
     assert {*seeds_asked(rollout, run_seed=None)} == {None}
@@ -141,9 +145,8 @@ def test_hash_equals_murmur() -> None:
 
 def test_noise_is_gumbels() -> None:
     noise = gumbel_noise(torch.arange(100), torch.arange(100), 1000)
-    assert noise.mean().item() == pytest.approx(
-        0.5772, abs=0.02
-    ) and noise.var().item() == pytest.approx(1.645, abs=0.05)
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.var().item() == pytest.approx(1.645, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,8 @@ def test_requests_without_seed_get_random_ones() -> None:
     ]
     give_seeds(info, object, SimpleNamespace(reqs=requests))
     first, *random_seeds = info.sampling_seed.tolist()
-    assert first == 7 and len({42, 7, *random_seeds}) == 4
+    assert first == 7
+    assert len({42, 7, *random_seeds}) == 4
 
 
 def test_min_p_is_applied_before_the_other_filters() -> None:
@@ -214,7 +218,8 @@ def test_deterministic_refuses_what_chance_would_decide() -> None:
         (adapters, "lora.rank"),
     ):
         [problem] = check_deterministic(load_config("configs/quickstart.yaml", overrides))
-        assert problem.startswith("deterministic=true: must be false with ") and key in problem
+        assert problem.startswith("deterministic=true: must be false with ")
+        assert key in problem
 
 
 def test_padding_of_keys_depends_on_the_own_length_alone() -> None:

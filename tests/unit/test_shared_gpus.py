@@ -88,9 +88,8 @@ def test_engines_are_on_the_trainers_slots(trainer, engines, tp, slots):
     (node,) = place(
         trainer, [EngineFleet(engines, tp)], nodes=1, slots=max(trainer, engines * tp), shared=True
     )
-    assert (
-        len(node.trainer_ranks) == trainer and [part.first_slot for part in node.engines] == slots
-    )
+    assert len(node.trainer_ranks) == trainer
+    assert [part.first_slot for part in node.engines] == slots
 
 
 def test_shared_run_fills_several_nodes_from_the_first():
@@ -181,10 +180,8 @@ def test_both_sides_are_on_one_device_by_its_name(name, monkeypatch, tmp_path):
     """
     specs = specs_of(planned(), monkeypatch, [name], tmp_path)
     assert specs["engine.0"].env["CUDA_VISIBLE_DEVICES"] == name
-    assert (
-        specs["trainer.0"].env["LOCAL_RANK"] == "0"
-        and "CUDA_VISIBLE_DEVICES" not in specs["trainer.0"].env
-    )
+    assert specs["trainer.0"].env["LOCAL_RANK"] == "0"
+    assert "CUDA_VISIBLE_DEVICES" not in specs["trainer.0"].env
 
 
 def test_eight_gpus_have_a_rank_of_both_sides_each(monkeypatch, tmp_path):
@@ -211,7 +208,8 @@ def test_trainer_takes_its_plan_without_the_runtime(monkeypatch, tmp_path):
     peak_bytes = int(
         specs_of(plan, monkeypatch, ["0"], tmp_path)["trainer.0"].env[shared_gpu.PEAK_BYTES]
     )
-    assert peak_bytes == int(trainer.total - trainer.runtime) and peak_bytes > 20 * GIB
+    assert peak_bytes == int(trainer.total - trainer.runtime)
+    assert peak_bytes > 20 * GIB
 
 
 def test_separate_gpus_have_no_variables_of_sharing(monkeypatch, tmp_path):
@@ -271,7 +269,8 @@ def test_trainer_takes_what_is_missing_from_its_peak(reserved, after, monkeypatc
     for key, value in for_trainer(tmp_path, 0, 30 * GIB).items():
         monkeypatch.setenv(key, value)
     take_peak()
-    assert gpu.reserved == after * GIB and taken_file(tmp_path, 0).exists()
+    assert gpu.reserved == after * GIB
+    assert taken_file(tmp_path, 0).exists()
 
 
 def test_trainer_that_does_not_fit_starts_no_engine(monkeypatch, tmp_path):
@@ -290,14 +289,13 @@ def test_trainer_that_does_not_fit_starts_no_engine(monkeypatch, tmp_path):
 def test_high_water_of_a_process_on_a_cpu_is_its_own():
     before = high_water_bytes()
     allocated = b"\1" * (64 << 20)
-    assert high_water_bytes() >= min(before, len(allocated)) and before > 10 << 20
+    assert high_water_bytes() >= min(before, len(allocated))
+    assert before > 10 << 20
 
 
 def test_nccl_is_not_used_between_sides_that_share_gpus():
-    apart, sharing = (
-        Host("one", "one", "one", cuda=True, has=capabilities)
-        for capabilities in ((), (shared_gpu.SHARES,))
-    )
+    apart = Host("one", "one", "one", cuda=True)
+    sharing = Host("one", "one", "one", cuda=True, has=(shared_gpu.SHARES,))
     elsewhere = named(sharing, "two")
     assert transport_between("auto", sharing, sharing) == "cuda_ipc"
     assert transport_between("auto", named(apart, "two"), apart) == "nccl"
@@ -322,11 +320,10 @@ def test_both_sides_fit_into_one_gpu(overrides):
     plan = planned(*overrides)
     planned_run = estimate(plan.config, plan.spec)
     (engine,) = planned_run.groups
-    assert (
-        engine.occupied == planned_run.trainer.total
-        and engine.gpu_total == planned_run.trainer.total + engine.memory.total
-    )
-    assert engine.gpu_total <= planned_run.cluster.gpu.memory_gib * GIB and not planned_run.overfull
+    assert engine.occupied == planned_run.trainer.total
+    assert engine.gpu_total == planned_run.trainer.total + engine.memory.total
+    assert engine.gpu_total <= planned_run.cluster.gpu.memory_gib * GIB
+    assert not planned_run.overfull
     # when SGLang measures it: the trainer, and its own context
     free = (planned_run.cluster.gpu.memory_gib - 2.5) * GIB - planned_run.trainer.total
     assert engine.memory.static <= plan.config.generator.mem_fraction * free + 1
@@ -336,12 +333,11 @@ def test_both_sides_fit_into_one_gpu(overrides):
 def test_engine_that_the_trainer_leaves_too_little_is_refused():
     plan = planned("cluster.gpu=L40S", "generator.kv_cache_tokens=1000000")
     planned_run = estimate(plan.config, plan.spec)
-    assert [*planned_run.overfull] == ["generator"] and planned_run.trainer.total < 44.4 * GIB
+    assert [*planned_run.overfull] == ["generator"]
+    assert planned_run.trainer.total < 44.4 * GIB
     text = "\n".join(render(planned_run, None, remedies(plan.config, plan.spec, planned_run)))
-    assert (
-        "per GPU too large, beside the trainer" in text
-        and "the generator would fit with any of these" in text
-    )
+    assert "per GPU too large, beside the trainer" in text
+    assert "the generator would fit with any of these" in text
     with pytest.raises(
         ConfigError,
         match="cluster.share_gpus=true: on L40S the generator is .* GiB per GPU too large; megarl "
@@ -355,7 +351,8 @@ def test_shared_run_says_so_with_both_sides_memory():
     (line,) = commands.sharing_lines(plan)
     assert line.startswith(
         "Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus): "
-    ) and line.endswith("of 79.1 GiB")
+    )
+    assert line.endswith("of 79.1 GiB")
     assert (
         commands.gpus_line(plan)
         == "GPUs       1: 1 for the trainer, 1 for engines; 1 of them for both (cluster.share_gpus)"
@@ -372,10 +369,8 @@ def test_marks_are_compared_with_the_plan(monkeypatch):
     monkeypatch.setattr(commands, "read_metrics", lambda path: rows)
     plan = planned()
     planned_run = estimate(plan.config, plan.spec)
-    trainer, engine = (
-        (memory.total - memory.runtime) / GIB
-        for memory in (planned_run.trainer, planned_run.generator)
-    )
+    trainer = (planned_run.trainer.total - planned_run.trainer.runtime) / GIB
+    engine = (planned_run.generator.total - planned_run.generator.runtime) / GIB
     (line,) = commands.memory_lines(plan)
     assert (
         line.split(None, 5)[-1]
@@ -437,15 +432,14 @@ def test_several_mig_instances_are_refused(names, overrides, trains, refused, mo
 def test_kernels_of_both_sides_take_turns():
     plan = planned("async.capacity=1")
     apart = planned("async.capacity=1", "cluster.share_gpus=false")
-    sharing, separate = (estimate(run_plan.config, run_plan.spec) for run_plan in (plan, apart))
+    sharing = estimate(plan.config, plan.spec)
+    separate = estimate(apart.config, apart.spec)
     assert sharing.step_s == pytest.approx(
         sharing.train.total + sharing.scored_s + sharing.sync_s + sharing.glue_s
     )
-    assert (
-        separate.step_s < sharing.step_s
-        and gpus_of_run(plan.config) == 1
-        and gpus_of_run(apart.config) == 2
-    )
+    assert separate.step_s < sharing.step_s
+    assert gpus_of_run(plan.config) == 1
+    assert gpus_of_run(apart.config) == 2
 
 
 @pytest.mark.parametrize(
@@ -463,7 +457,8 @@ def test_plan_and_simulation_advise_the_same_capacity(overrides, capacity):
     simulated = megarl.simulate(
         config, *overrides, "plan.simulation.steps=20", sweep=["async.capacity=0,1"]
     )
-    assert planned_s["capacity"] == capacity and simulated.take == [f"async.capacity={capacity}"]
+    assert planned_s["capacity"] == capacity
+    assert simulated.take == [f"async.capacity={capacity}"]
     assert [row["step_p50_s"] for row in simulated.rows] == pytest.approx(
         list(planned_s["step_s"].values()), rel=0.07
     )
@@ -528,10 +523,13 @@ def test_engines_and_trainer_share_the_time_in_a_simulated_run():
 def test_offloaded_optimizer_takes_no_gpu_memory():
     plan = planned("trainer.optimizer.offload=true")
     on_gpu = planned()
-    offloaded, resident = (estimate(run_plan.config, run_plan.spec) for run_plan in (plan, on_gpu))
+    offloaded = estimate(plan.config, plan.spec)
+    resident = estimate(on_gpu.config, on_gpu.spec)
     parameters = parameter_count(plan.spec)
-    assert offloaded.trainer.optimizer == 0 and resident.trainer.optimizer == 12 * parameters
-    assert offloaded.offloaded == 16 * parameters and resident.offloaded == 0
+    assert offloaded.trainer.optimizer == 0
+    assert resident.trainer.optimizer == 12 * parameters
+    assert offloaded.offloaded == 16 * parameters
+    assert resident.offloaded == 0
     assert offloaded.train.optimizer > resident.train.optimizer, (
         "the host's link and memory are slower"
     )

@@ -79,7 +79,8 @@ def test_time_jumps_to_what_comes_next():
         return order, asyncio.get_running_loop().time()
 
     order, ended = in_virtual_time(both())
-    assert order == [(0.0, 0.0), (2.0, 2.0), (3e6, 3e6)] and ended == 3e6 + 5
+    assert order == [(0.0, 0.0), (2.0, 2.0), (3e6, 3e6)]
+    assert ended == 3e6 + 5
 
 
 def test_wait_without_a_cause_is_a_deadlock():
@@ -114,9 +115,8 @@ def test_an_engine_takes_the_time_of_its_tokens():
         return await ask(engine, 1, [100, 300])
 
     completions, ended = in_virtual_time(scenario())
-    assert [len(completion.token_ids) for completion in completions] == [100, 300] and {
-        completion.finish_reason for completion in completions
-    } == {"stop"}
+    assert [len(completion.token_ids) for completion in completions] == [100, 300]
+    assert {completion.finish_reason for completion in completions} == {"stop"}
     # The prefill of one prompt, a hundred tokens of two requests, two hundred of one.
     assert ended == pytest.approx(
         PROMPT * 0.001 + 100 * (TOKEN_S + 0.004) + 200 * (TOKEN_S + 0.002), rel=1e-6
@@ -152,7 +152,8 @@ def test_a_full_cache_sends_requests_back():
         return engine, [ended for _, ended in answers], tokens
 
     engine, ended, tokens = in_virtual_time(scenario())
-    assert tokens == [1000, 1000] and engine.retracted == 1
+    assert tokens == [1000, 1000]
+    assert engine.retracted == 1
     prefill_s = 2 * PROMPT * 0.001
     full = (1500 - 2 * PROMPT) / 2
     assert sorted(ended) == pytest.approx(
@@ -174,7 +175,8 @@ def test_tokens_are_of_the_version_that_sampled_them():
         return Counter(completion.versions), ended
 
     versions, ended = in_virtual_time(scenario())
-    assert versions == {0: 30, 1: 70} and ended == pytest.approx(6.0)
+    assert versions == {0: 30, 1: 70}
+    assert ended == pytest.approx(6.0)
 
 
 def test_request_keeps_tokens_if_aborted_but_not_if_failed():
@@ -185,9 +187,8 @@ def test_request_keeps_tokens_if_aborted_but_not_if_failed():
         await asyncio.sleep(0.505)
         await engine.abort_all(1.0)
         (aborted,), _ = await first
-        assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 50) and engine._work[
-            1
-        ].totals == [100]
+        assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 50)
+        assert engine._work[1].totals == [100]
         second = asyncio.ensure_future(ask(engine, 2, [100, 100]))
         await asyncio.sleep(0.5)
         engine.fail(restart_s=30)
@@ -206,7 +207,8 @@ def test_a_waiting_request_has_sampled_nothing():
     async def scenario():
         engine = SimulatedEngine("e", speed(most=1), 1, {})
         engine.resume(0, False)
-        running, waiting = (asyncio.ensure_future(ask(engine, key, [100])) for key in (1, 2))
+        running = asyncio.ensure_future(ask(engine, 1, [100]))
+        waiting = asyncio.ensure_future(ask(engine, 2, [100]))
         await asyncio.sleep(0.505)
         await engine.abort_all(1.0)
         return (
@@ -216,7 +218,9 @@ def test_a_waiting_request_has_sampled_nothing():
         )
 
     tokens, sampled, could_sample = in_virtual_time(scenario())
-    assert tokens == [50, 0] and sampled == 50 and could_sample == pytest.approx(50.5)
+    assert tokens == [50, 0]
+    assert sampled == 50
+    assert could_sample == pytest.approx(50.5)
 
 
 def plan_of(
@@ -323,9 +327,8 @@ def test_another_engine_gives_the_same_run(monkeypatch, mode, sigma):
     monkeypatch.setattr(simulation.run, "SimulatedEngine", Reference)
     reference = simulate(plan, models(0.6), lengths=Reference.lengths)
     for name in ("time/step_s", "time/trainer_wait_s", "time/generator_wait_s", "staleness/mean"):
-        mean, expected = (
-            np.mean([row[name] for row in totals.rows[5:]]) for totals in (simulated, reference)
-        )
+        mean = np.mean([row[name] for row in simulated.rows[5:]])
+        expected = np.mean([row[name] for row in reference.rows[5:]])
         scale = (
             1
             if name == "staleness/mean"
@@ -533,11 +536,9 @@ CONFIG = ["plan", "configs/8b_aipo.yaml", "plan.simulation.steps=4", "--simulate
 def test_the_command_sweeps_and_advises(capsys):
     assert main([*CONFIG, "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
-    assert (
-        one["steps"] == 4
-        and sum(one["staleness"].values()) == pytest.approx(1)
-        and one["goodput"] == 1
-    )
+    assert one["steps"] == 4
+    assert sum(one["staleness"].values()) == pytest.approx(1)
+    assert one["goodput"] == 1
     assert main([*CONFIG, "--sweep", "async.capacity=0,1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
@@ -644,7 +645,8 @@ def test_a_run_is_compared_with_its_simulation(tmp_path):
     (folder / "rollouts").mkdir()
     samples.rename(folder / "rollouts" / "samples.jsonl")
     comparison = of_run(folder)
-    assert abs(comparison.step_error) < 0.05 and comparison.wait_error < 0.1
+    assert abs(comparison.step_error) < 0.05
+    assert comparison.wait_error < 0.1
     assert comparison.age_distance > 0.9  # in all steps the samples above are of version 0
 
 
@@ -665,7 +667,8 @@ def test_failures_of_a_run_are_simulated_again(tmp_path):
     samples.rename(folder / "rollouts" / "samples.jsonl")
     events = RunReader(folder, 1).read()
     failed = failures_of(events)
-    assert len(failed.trainer) >= 2 and len(failed.engines) >= 2
+    assert len(failed.trainer) >= 2
+    assert len(failed.engines) >= 2
     assert [mark["what"] for mark in events["marks"] if mark["what"] != "lost"] == [
         "end",
         "start",
@@ -673,7 +676,8 @@ def test_failures_of_a_run_are_simulated_again(tmp_path):
     assert sum(mark["what"] == "lost" for mark in events["marks"]) == len(failed.engines)
     assert all(after_s == pytest.approx(60, abs=1) for _, after_s in failed.trainer)
     compared = of_run(folder)
-    assert compared.end_error == pytest.approx(0, abs=0.05) and abs(compared.step_error) < 0.05
+    assert compared.end_error == pytest.approx(0, abs=0.05)
+    assert abs(compared.step_error) < 0.05
 
 
 def test_published_rows_are_simulated():

@@ -24,6 +24,19 @@ ROOT = Path(__file__).parents[2]
 OVERRIDES = ["generator.engines=2", "generator.tp=16", "launch.ranks_per_node=8"]
 
 
+def node_part(plan, node, report, rendezvous) -> NodePart:
+    return NodePart(
+        plan,
+        placed=node,
+        report=report,
+        rendezvous=rendezvous,
+        folder=Path("launch"),
+        interface=None,
+        scratch=Path("tmp"),
+        alone=False,
+    )
+
+
 def test_parts_of_an_engine_meet_at_the_port_of_its_first_node():
     """Each part listens on a port of its own."""
     plan = resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan")
@@ -39,37 +52,21 @@ def test_parts_of_an_engine_meet_at_the_port_of_its_first_node():
         report = NodeReport(
             node.node, "", f"h{node.node}", gpus=8, ports=ports, versions={}, problems=[]
         )
-        for spec in NodePart(
-            plan,
-            node,
-            report,
-            rendezvous,
-            Path("launch"),
-            interface=None,
-            scratch=Path("tmp"),
-            alone=False,
-        ).engines(device="cuda"):
+        for spec in node_part(plan, node, report, rendezvous).engines(device="cuda"):
             started[spec.name] = json.loads(spec.argv[-1])
             assert spec.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     assert list(started) == ["engine.0", "engine.0.1", "engine.1", "engine.1.1"]
     assert {(spec["tp_size"], spec["nnodes"]) for spec in started.values()} == {(16, 2)}
     assert [spec["node_rank"] for spec in started.values()] == [0, 1, 0, 1]
-    assert [spec["dist_init_addr"] for spec in started.values()] == [
-        "h64:5",
-        "h64:5",
-        "h66:6",
-        "h66:6",
-    ]
+    addresses = [spec["dist_init_addr"] for spec in started.values()]
+    assert addresses == ["h64:5", "h64:5", "h66:6", "h66:6"]
     assert [(spec["host"], spec["port"]) for spec in started.values()] == [
         (f"h{n}", 100 + n) for n in range(64, 68)
     ]
-    seeds = [seed_of(plan.config.seed, engine, 0, bits=31) for engine in ("engine.0", "engine.1")]
-    assert [spec["random_seed"] for spec in started.values()] == [
-        seeds[0],
-        seeds[0],
-        seeds[1],
-        seeds[1],
-    ], "parts of one draw alike"
+    first = seed_of(plan.config.seed, "engine.0", 0, bits=31)
+    second = seed_of(plan.config.seed, "engine.1", 0, bits=31)
+    seeds = [spec["random_seed"] for spec in started.values()]
+    assert seeds == [first, first, second, second], "parts of one draw alike"
 
 
 def test_every_engine_has_a_different_seed() -> None:
@@ -87,7 +84,8 @@ def test_every_engine_has_a_different_seed() -> None:
         for seed in first
         for restarts in range(3)
     ]
-    assert len({*again}) == len(again) == 3 * 512 and {*first} < {*again}
+    assert len({*again}) == len(again) == 3 * 512
+    assert {*first} < {*again}
     assert all(0 <= seed < 2**31 for seed in again)
     assert first[0] == seed_of(0, "engine.0", 0, bits=31), "a run can be repeated"
 
@@ -108,18 +106,10 @@ def test_nccl_has_one_kind_of_memory_on_both_sides(monkeypatch, transport, envir
     report = NodeReport(
         0, "", "h", gpus=8, ports={part.name: 3 for part in node.engines}, versions={}, problems=[]
     )
-    part = NodePart(
-        plan,
-        node,
-        report,
-        rendezvous,
-        Path("launch"),
-        interface=None,
-        scratch=Path("tmp"),
-        alone=False,
-    )
+    part = node_part(plan, node, report, rendezvous)
     specs = part.engines(device="cuda") + part.trainers("trainer")
-    assert len(specs) == 8 and {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {expected}
+    assert len(specs) == 8
+    assert {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {expected}
 
 
 def test_dry_run_shows_the_first_command_of_each_role():
@@ -156,14 +146,5 @@ def test_engines_on_the_cores_of_one_node_do_not_share_them(monkeypatch):
     report = NodeReport(
         0, "", "h", gpus=0, ports={part.name: 3 for part in node.engines}, versions={}, problems=[]
     )
-    specs = NodePart(
-        plan,
-        node,
-        report,
-        rendezvous,
-        Path("launch"),
-        interface=None,
-        scratch=Path("tmp"),
-        alone=False,
-    ).engines(device="cpu")
+    specs = node_part(plan, node, report, rendezvous).engines(device="cpu")
     assert [spec.env["SGLANG_CPU_OMP_THREADS_BIND"] for spec in specs] == ["3", "2", "1"]

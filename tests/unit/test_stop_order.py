@@ -60,12 +60,16 @@ def order(folder, rank: int, deadline_s: float = 60.0) -> tuple[StopOrder, Proce
 
 def test_signal_before_anything_can_be_saved_ends_at_once(tmp_path):
     early, processes = order(tmp_path, 0)
-    assert not early.order() and not early.is_given and processes.asked == []
+    assert not early.order()
+    assert not early.is_given
+    assert processes.asked == []
 
 
 def test_a_signal_reaches_the_trainer_ranks_of_all_nodes_once(tmp_path):
-    (first, of_first), (second, of_second) = order(tmp_path, 0), order(tmp_path, 1)
-    first.arm({"trainer.0"}), second.arm({"trainer.1"})
+    first, of_first = order(tmp_path, 0)
+    second, of_second = order(tmp_path, 1)
+    first.arm({"trainer.0"})
+    second.arm({"trainer.1"})
     second.poll()
     assert second.among() is None
     assert first.order()
@@ -74,17 +78,18 @@ def test_a_signal_reaches_the_trainer_ranks_of_all_nodes_once(tmp_path):
     assert (first.among(), second.among()) == ({"trainer.0"}, {"trainer.1"})
 
 
-def test_signal_of_another_node_first_is_the_same_order(
-    tmp_path,
-):
+def test_signal_of_another_node_first_is_the_same_order(tmp_path):
     """Slurm signals every node. Only the next signal is a second order."""
-    (first, _), (second, of_second) = order(tmp_path, 0), order(tmp_path, 1)
-    first.arm({"trainer.0"}), second.arm({"trainer.1"})
+    first, _ = order(tmp_path, 0)
+    second, of_second = order(tmp_path, 1)
+    first.arm({"trainer.0"})
+    second.arm({"trainer.1"})
     assert first.order()
     second.poll()
     assert second.order(), "Slurm signals every node"
     assert of_second.asked == [{"trainer.1"}]
-    assert not second.order() and not first.order()
+    assert not second.order()
+    assert not first.order()
 
 
 def test_stop_is_printed_once_with_the_name_of_its_signal(tmp_path, capsys):
@@ -92,7 +97,8 @@ def test_stop_is_printed_once_with_the_name_of_its_signal(tmp_path, capsys):
     stopped.poll()
     stopped.arm({"trainer.0"})
     assert stopped.order(signal.SIGINT)
-    stopped.poll(), stopped.poll()
+    stopped.poll()
+    stopped.poll()
     message = (
         "the running step is finished and saved, within 60 s (checkpoint.on_termination_s). A "
         "second one ends everything at once."
@@ -165,10 +171,8 @@ def test_both_signals_ask_first_and_end_the_launcher_otherwise(number, ends_by):
         os.kill(os.getpid(), number)
         with pytest.raises(ends_by):
             os.kill(os.getpid(), number)
-    assert (
-        signals == [number, number]
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
+    assert signals == [number, number]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_past_the_deadline_those_that_did_not_stop_are_named(tmp_path):
@@ -232,7 +236,8 @@ def test_engines_are_audited_once_more_when_a_run_stops(capsys):
 
     If the generator cannot look, the run does not fail.
     """
-    stopped(link := Link("trainer.0", LookedAgain()))
+    link = Link("trainer.0", LookedAgain())
+    stopped(link)
     assert link.sent == [LookAgain()] and 45 < link.waited_s <= 50, (
         "half of the 100 s that are left"
     )
@@ -253,9 +258,11 @@ def test_engines_are_audited_once_more_when_a_run_stops(capsys):
         {"stop_requested": False},
     ]
     for left_out in (*not_written, {"since_s": 121}, {"audit": "on"}):
-        stopped(link := Link("trainer.0", None), **left_out)
+        link = Link("trainer.0", None)
+        stopped(link, **left_out)
         assert not link.sent, left_out
-    stopped(link := Link("trainer.1", None))
+    link = Link("trainer.1", None)
+    stopped(link)
     assert not link.sent, "one rank asks"
 
 

@@ -61,12 +61,10 @@ def with_stream(
     body, run_ahead=1, max_in_flight=3, start=GenerateFrom(0, []), judge=lambda group: group
 ):
     async def run():
-        background, channel, rollouts, pulse = (
-            Background(),
-            FakeChannel(start),
-            FakeRollouts(),
-            Pulse(),
-        )
+        background = Background()
+        channel = FakeChannel(start)
+        rollouts = FakeRollouts()
+        pulse = Pulse()
         admission = Admission(
             prompts_per_step=2, run_ahead=run_ahead, max_in_flight=max_in_flight, end=12
         )
@@ -94,9 +92,8 @@ def test_prompts_begin_as_others_finish_and_as_weights_come():
         assert channel.started == [(0, [0, 1, 2])]
         rollouts.finish(1)
         await settle()
-        assert channel.started[1:] == [(0, [3])] and [group.ordinal for group in channel.ready] == [
-            1
-        ]
+        assert channel.started[1:] == [(0, [3])]
+        assert [group.ordinal for group in channel.ready] == [1]
         rollouts.finish(0)
         await settle()
         assert len(channel.started) == 2 and set(rollouts.running) == {2, 3}, (
@@ -109,7 +106,8 @@ def test_prompts_begin_as_others_finish_and_as_weights_come():
         rollouts.finish(2)
         await settle()
         assert channel.started[3:] == [(1, [0])], "a rejected prompt goes first"
-        assert stream.finished == 2 and stream.sent == 3
+        assert stream.finished == 2
+        assert stream.sent == 3
 
     with_stream(body)
 
@@ -194,11 +192,14 @@ def test_dropped_prompt_is_sent_and_replaced_by_the_next():
             (0, False),
             (1, True),
         ]
-        assert channel.started[1:] == [(0, [2])] and (stream.finished, stream.sent) == (1, 2)
+        assert channel.started[1:] == [(0, [2])]
+        assert (stream.finished, stream.sent) == (1, 2)
         drained = asyncio.create_task(stream.drain())
         rollouts.finish(2)
         await settle()
-        assert drained.done() and stream.finished == 2 and stream.held_back
+        assert drained.done()
+        assert stream.finished == 2
+        assert stream.held_back
 
     with_stream(body, run_ahead=0, judge=lambda group: replace(group, dropped=group.ordinal == 1))
 

@@ -24,7 +24,8 @@ from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 
 def test_every_kind_of_fault_comes_once_before_any_repeats():
     kinds = plan(50, 3, list(KINDS))
-    assert set(kinds) == set(KINDS) and len(kinds) == 50
+    assert set(kinds) == set(KINDS)
+    assert len(kinds) == 50
     assert kinds == plan(50, 3, list(KINDS)) != plan(50, 4, list(KINDS))
     assert Counter(plan(5, 0, ["SIGTERM"])) == {"SIGTERM": 5}
 

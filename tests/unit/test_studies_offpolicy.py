@@ -75,13 +75,13 @@ def test_tables_of_learned_rewards_have_models_and_scores():
     learned["curve"][-1] |= {"win_rate": 0.625, "proxy": 2.0}
     models = [{"size": "large", "seed": 0, "accuracy": 0.875, "accuracy_plain": 0.8125}]
     text = render({"parts": {OF_REWARD_MODELS: [learned]}, "reward_models": models})
-    assert (
-        "| large | 0.500 at 1.50 [62%, 2.00] |" in text and "| large | 0 | 0.875 | 0.812 |" in text
-    )
+    assert "| large | 0.500 at 1.50 [62%, 2.00] |" in text
+    assert "| large | 0 | 0.875 | 0.812 |" in text
 
 
 def test_sizes_and_minibatches_are_the_studies():
-    assert len(SIZES) == 3 and MINIBATCHES == (1, 2, 4, 8, 16)
+    assert len(SIZES) == 3
+    assert MINIBATCHES == (1, 2, 4, 8, 16)
 
 
 def test_learned_reward_has_a_penalty_in_all_losses_but_one():
@@ -174,12 +174,18 @@ def test_divergence_is_of_whole_distributions(checkpoints):
         )
         expected.append((pi.exp() * (pi - first)).sum().item())
     measured = measure(*checkpoints, None, held_out, max_tokens=1, seed=0)
-    assert measured.kl == pytest.approx(sum(expected) / 3, rel=1e-4) and measured.kl > 0.5
-    assert measured.tokens == 1 and measured.proxy is None and measured.win_rate <= 0.5
+    assert measured.kl == pytest.approx(sum(expected) / 3, rel=1e-4)
+    assert measured.kl > 0.5
+    assert measured.tokens == 1
+    assert measured.proxy is None
+    assert measured.win_rate <= 0.5
     same = measure(checkpoints[0], checkpoints[0], None, held_out, max_tokens=12, seed=0)
-    assert same.kl == 0 and 1 < same.perplexity < 64 and 1 < same.tokens <= 12
+    assert same.kl == 0
+    assert 1 < same.perplexity < 64
+    assert 1 < same.tokens <= 12
     longer = measure(*checkpoints, None, held_out, max_tokens=12, seed=0)
-    assert longer.perplexity > same.perplexity and math.isfinite(longer.kl)
+    assert longer.perplexity > same.perplexity
+    assert math.isfinite(longer.kl)
 
 
 def test_reward_model_scores_the_last_token_of_each_sequence(checkpoints, tmp_path: Path):

@@ -79,7 +79,8 @@ def test_runs_with_other_settings_are_not_taken_for_a_studys(tmp_path: Path):
 def test_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch):
     import offpolicy as study
 
-    folders, main = [], runpy.run_path("tests/studies/__main__.py")["main"]
+    folders = []
+    main = runpy.run_path("tests/studies/__main__.py")["main"]
     monkeypatch.setattr(
         study, "run", lambda config, overrides, runs, *arguments: folders.append(runs)
     )

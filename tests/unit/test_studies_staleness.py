@@ -40,28 +40,29 @@ def judged(**differences: tuple[float, ...]) -> dict[str, Comparison]:
     }
 
 
-ONE, FOUR, FREE = (
-    setting.name for setting in (BufferSetting(1, 1), BufferSetting(4, 8), BufferSetting(None, 8))
-)
+ONE = BufferSetting(1, 1).name
+FOUR = BufferSetting(4, 8).name
+FREE = BufferSetting(None, 8).name
 
 
 def test_runs_are_paired_by_seed():
     """Seeds differ by 0.08, so without pairs the standard error would be 0.03."""
     row = (0.002, -0.006, 0.001)
-    got = judged(**{ONE: row})[ONE]
-    assert got.difference == pytest.approx(np.mean(row)) and got.noise == pytest.approx(
-        np.std(row, ddof=1) / math.sqrt(3)
-    )
-    assert got.at_most == pytest.approx(0.001 + 2 * got.noise) and got.same
+    comparison = judged(**{ONE: row})[ONE]
+    assert comparison.difference == pytest.approx(np.mean(row))
+    assert comparison.noise == pytest.approx(np.std(row, ddof=1) / math.sqrt(3))
+    assert comparison.at_most == pytest.approx(0.001 + 2 * comparison.noise)
+    assert comparison.same
     assert compare(list(reversed(results(**{ONE: row}))))[0].difference == pytest.approx(
-        got.difference
+        comparison.difference
     )
 
 
 def test_one_collapsed_seed_is_not_taken_for_noise():
     """The second setting's mean of -0.26 is within two of its own standard errors of 0.26."""
     got = judged(**{ONE: (0.002, -0.003, 0.001), FOUR: (0.0, -0.77, 0.0)})
-    assert got[ONE].same and not got[FOUR].same
+    assert got[ONE].same
+    assert not got[FOUR].same
     assert abs(got[FOUR].difference) < 2 * got[FOUR].noise
 
 
@@ -73,12 +74,15 @@ def test_shared_loss_counts_above_the_spread_of_seeds():
             FREE: (0.081, 0.081, 0.081),
         }
     )
-    assert got[ONE].same and not got[FOUR].same and not got[FREE].same
+    assert got[ONE].same
+    assert not got[FOUR].same
+    assert not got[FREE].same
 
 
 def test_nothing_is_the_same_by_one_seed():
     got = judged(**{ONE: (0.0,)})[ONE]
-    assert math.isnan(got.noise) and not got.same
+    assert math.isnan(got.noise)
+    assert not got.same
 
 
 def test_the_table_says_which_settings_are_the_same():
@@ -89,6 +93,10 @@ def test_the_table_says_which_settings_are_the_same():
         "compared": [asdict(comparison) for comparison in compare(runs)],
     }
     *table, empty, verdict = render(facts).splitlines()
-    assert len(table) == 2 + 3 and empty == "" and verdict.startswith("1 of 2 settings")
+    assert len(table) == 2 + 3
+    assert empty == ""
+    assert verdict.startswith("1 of 2 settings")
     assert all(one.count("|") == following.count("|") for one, following in pairwise(table))
-    assert "0.980 0.130 0.950" in table[4] and "| no |" in table[4] and "| yes |" in table[3]
+    assert "0.980 0.130 0.950" in table[4]
+    assert "| no |" in table[4]
+    assert "| yes |" in table[3]

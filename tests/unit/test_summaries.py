@@ -49,26 +49,22 @@ def test_rows_are_posts_whose_letters_no_other_split_has() -> None:
     train = Summaries("train", 0)
     assert (len(held_out), len(train)) == (512, (8008 - 512) * 720)
     sets = {row.answer for row in held_out}
-    assert (
-        len(sets) == 512
-        and len({row.prompt for row in map(train.__getitem__, range(2000))}) == 2000
-    )
+    assert len(sets) == 512
+    assert len({row.prompt for row in map(train.__getitem__, range(2000))}) == 2000
     for row in map(train.__getitem__, range(0, len(train), 50_021)):
-        assert (
-            "".join(sorted(row.prompt.removesuffix("="))) == row.answer and row.answer not in sets
-        )
-        assert (
-            len(set(row.answer)) == 6
-            and set(row.answer) <= set(LETTERS)
-            and 0 < len(row.demonstration) <= 18
-        )
+        assert "".join(sorted(row.prompt.removesuffix("="))) == row.answer
+        assert row.answer not in sets
+        assert len(set(row.answer)) == 6
+        assert set(row.answer) <= set(LETTERS)
+        assert 0 < len(row.demonstration) <= 18
     with pytest.raises(IndexError):
         held_out[512]
 
 
 def test_a_row_depends_on_its_number_and_the_seed_alone() -> None:
     rows = [Summaries("train", seed)[7] for seed in (0, 0, 1)]
-    assert rows[0] == rows[1] and rows[0].prompt == rows[2].prompt
+    assert rows[0] == rows[1]
+    assert rows[0].prompt == rows[2].prompt
     assert rows[0] == synthetic_rows("synthetic:summary", "train", 0, "data.train")[7]
     different = [
         Summaries("train", 0)[place].demonstration != Summaries("train", 1)[place].demonstration
@@ -82,11 +78,9 @@ def test_demonstrations_are_neither_hopeless_nor_perfect() -> None:
         score(str(row.demonstration), row.answer)
         for row in map(Summaries("train", 0).__getitem__, range(2000))
     ]
-    assert (
-        0.1 < fmean(scores) < 0.3
-        and 0.05 < fmean(value == 1 for value in scores) < 0.2
-        and min(scores) < -1
-    )
+    assert 0.1 < fmean(scores) < 0.3
+    assert 0.05 < fmean(value == 1 for value in scores) < 0.2
+    assert min(scores) < -1
 
 
 def test_gold_scorer_prefers_the_chosen_response() -> None:
@@ -95,10 +89,7 @@ def test_gold_scorer_prefers_the_chosen_response() -> None:
     )
     posts = Summaries("train", 3)
     for pair, row in zip(pairs, posts, strict=False):
-        assert pair.prompt == row.prompt and score(pair.chosen, row.answer) > score(
-            pair.rejected, row.answer
-        )
-    assert (
-        len(pairs) == 300
-        and pairs[5] == SummaryPairs(posts)[5] != SummaryPairs(Summaries("train", 4))[5]
-    )
+        assert pair.prompt == row.prompt
+        assert score(pair.chosen, row.answer) > score(pair.rejected, row.answer)
+    assert len(pairs) == 300
+    assert pairs[5] == SummaryPairs(posts)[5] != SummaryPairs(Summaries("train", 4))[5]

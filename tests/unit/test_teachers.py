@@ -138,7 +138,8 @@ def test_top_k_is_at_most_the_vocabulary_of_the_teacher(tmp_path: Path) -> None:
 
 def test_a_teacher_must_fit_the_policy(tmp_path: Path) -> None:
     size = json.loads((MODEL / "config.json").read_text())["vocab_size"]
-    small, large = (shaped(tmp_path / str(change), vocab_size=size + change) for change in (-4, 4))
+    small = shaped(tmp_path / "small", vocab_size=size - 4)
+    large = shaped(tmp_path / "large", vocab_size=size + 4)
     scores = shaped(
         tmp_path / "scores", architectures=["LlamaForSequenceClassification"], num_labels=1
     )
@@ -189,12 +190,15 @@ def test_plan_counts_teachers(tmp_path: Path) -> None:
 
     _, none, _, plain_s = planned()
     _, frozen, _, with_s = planned(f"roles.teacher.path={big}", "roles.teacher.on=trainer")
-    assert none == 0 and frozen > 0 and with_s > plain_s
+    assert none == 0
+    assert frozen > 0
+    assert with_s > plain_s
     kl = "algorithm.kl_coef=0.1"
     _, frozen_reference, swapped, _ = planned(f"roles.reference.path={big}", kl)
     assert frozen_reference == frozen and swapped == 0, "another shape: a model of its own"
     _, frozen_reference, swapped, _ = planned(f"roles.reference.path={MODEL}", kl)
-    assert frozen_reference == 0 and swapped == planned(kl)[2] > 0
+    assert frozen_reference == 0
+    assert swapped == planned(kl)[2] > 0
     with_two_teachers, *_ = planned(
         f"roles.teacher.path={big}",
         f"roles.second.path={big}",
@@ -219,17 +223,17 @@ def test_failures_of_teachers_are_counted_separately() -> None:
     [judged] = asyncio.run(
         ServedTeachers([Scripted()], TeacherFormat(1, 0)).judged(Prompt(0, [1], "", ""), [sample])
     )  # type: ignore[list-item]
-    assert judged.reward == 1.0 and judged.failures == [failed]
+    assert judged.reward == 1.0
+    assert judged.failures == [failed]
     samples = [judged, sample]
-    assert (
-        teacher_failures(samples) == {"distill/teacher/failed": 1}
-        and teacher_failures([sample]) == {}
-    )
+    assert teacher_failures(samples) == {"distill/teacher/failed": 1}
+    assert teacher_failures([sample]) == {}
     metrics = failure_metrics(samples)
     assert metrics["reward/failed_fraction"] == metrics["reward/errors"] == 0
     assert too_many_failures(RewardConfig(), samples, teachers=["teacher"]) is None
     message = too_many_failures(RewardConfig(), [judged], teachers=["teacher"])
-    assert message is not None and message.startswith(
+    assert message is not None
+    assert message.startswith(
         "roles.teacher: of 1 samples 1 scores failed: 1 errors, more than "
         "reward.max_failed_fraction"
     )
@@ -263,7 +267,5 @@ def test_a_teacher_is_left_out_where_it_has_said_nothing() -> None:
     sums = {name: value.item() for name, value in out.sums.items()}
     assert algorithm.metrics(sums)["distill/teacher/kl"] == pytest.approx((-0.5 + 1.5) / 2)
     assert algorithm.metrics(sums)["distill/kl"] == pytest.approx(-0.5 + 1.5)
-    assert (
-        algorithm.advantages(torch.ones(2, 1)).tolist() == [[0.0], [0.0]]
-        and not algorithm.skip_zero
-    )
+    assert algorithm.advantages(torch.ones(2, 1)).tolist() == [[0.0], [0.0]]
+    assert not algorithm.skip_zero

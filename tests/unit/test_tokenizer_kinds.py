@@ -372,9 +372,8 @@ def test_token_ids_equal_those_of_autotokenizer(kind: str, tmp_path: Path) -> No
             tokenizer.encode_text(text)
             == reference(text, add_special_tokens=False, split_special_tokens=True).input_ids
         )
-    assert tokenizer.bos_token == reference.bos_token and tokenizer.eos_ids[:1] == (
-        reference.eos_token_id,
-    )
+    assert tokenizer.bos_token == reference.bos_token
+    assert tokenizer.eos_ids[:1] == (reference.eos_token_id,)
     if not reference.split_special_tokens:
         for name, number in reference.get_added_vocab().items():
             assert tokenizer.token_id(name) in (

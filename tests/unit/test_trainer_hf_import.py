@@ -88,7 +88,8 @@ def test_a_value_that_is_not_finite_is_told_with_tensor_and_file(
         f"{tmp_path}/model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds "
         "values that are not finite"
     )
-    assert len(raised.value.problems) == 1 and raised.value.problems[0].startswith(problem)
+    assert len(raised.value.problems) == 1
+    assert raised.value.problems[0].startswith(problem)
 
 
 # no size is a multiple of a block
@@ -108,7 +109,8 @@ def in_fp8(folder: Path) -> dict[str, torch.Tensor]:
         if "_proj" in tensor.name:
             codes = weight.to(torch.float8_e4m3fn)
             scales = torch.rand([-(-size // 128) for size in tensor.shape], generator=drawn)
-            tensors[tensor.name + "_scale_inv"], tensors[tensor.name] = scales, codes
+            tensors[tensor.name] = codes
+            tensors[tensor.name + "_scale_inv"] = scales
             row, column = (torch.arange(size) // 128 for size in tensor.shape)
             weight = codes.float() * scales[row[:, None], column]
         else:
@@ -149,12 +151,10 @@ def read_by_every_rank(
     save_file(write(packed), plain / "model.safetensors")
     check_finite(spec, packed)
     for rank in range(topology.world_size):
-        from_packed, from_plain = (
-            loaded(folder, topology, rank, dtype, monkeypatch, spec) for folder in (packed, plain)
-        )
-        assert from_packed.keys() == from_plain.keys() and all(
-            torch.equal(from_packed[name], from_plain[name]) for name in from_plain
-        )
+        from_packed = loaded(packed, topology, rank, dtype, monkeypatch, spec)
+        from_plain = loaded(plain, topology, rank, dtype, monkeypatch, spec)
+        assert from_packed.keys() == from_plain.keys()
+        assert all(torch.equal(from_packed[name], from_plain[name]) for name in from_plain)
         assert any(values.count_nonzero() for values in from_packed.values())
 
 
@@ -284,10 +284,8 @@ def test_export_is_not_in_fp8(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(config))
     _copy_configuration(source, folder, "bfloat16", scores=False, mtp=False)
     written = json.loads((folder / "config.json").read_text())
-    assert (
-        written["dtype"] == "bfloat16"
-        and not {"quantization_config", "torch_dtype"} & written.keys()
-    )
+    assert written["dtype"] == "bfloat16"
+    assert not {"quantization_config", "torch_dtype"} & written.keys()
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def test_results_of_tools_are_framed(source: str) -> None:
     transcript = begun(source, "2", ended=True)
     assert transcript.add_messages([{"role": "tool", "content": "42"}])
     text = transcript.tokenizer.decode_all(transcript.token_ids)
-    assert (
-        "42" in text and text.count("1+1?") == 1 and text.rstrip().rstrip(">").endswith("assistant")
-    )
+    assert "42" in text
+    assert text.count("1+1?") == 1
+    assert text.rstrip().rstrip(">").endswith("assistant")
 
 
 def test_template_without_ends_of_turns_is_refused(tmp_path: Path) -> None:

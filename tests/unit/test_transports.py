@@ -69,7 +69,8 @@ def test_shared_memory_writes_boxes_in_place():
     transport.connect([Endpoint.decode(endpoint.encode())])
     sent = send(transport, COPIES, SOURCES, shapes_of([endpoint]), audit=True)
     want_a, want_b = expected()
-    assert torch.equal(a, want_a) and torch.equal(b, want_b)
+    assert torch.equal(a, want_a)
+    assert torch.equal(b, want_b)
     assert sent.bytes == 4 * (8 + 3 + 5) + 2 * 7
     assert sent.shares == {0: {"a": hash_tensor(covered(want_a)) & MASK, "b": hash_tensor(want_b)}}
     os.close(descriptor)
@@ -152,10 +153,8 @@ def test_memory_file_keeps_values_strides_and_sharing():
         endpoint.address, shared=True, nbytes=endpoint.size_bytes
     )
     for tensor in endpoint.tensors:
-        assert (
-            torch.equal(parameters[tensor.name], before[tensor.name])
-            and parameters[tensor.name].stride() == tensor.strides
-        )
+        assert torch.equal(parameters[tensor.name], before[tensor.name])
+        assert parameters[tensor.name].stride() == tensor.strides
         assert torch.equal(view_at(memory, tensor), before[tensor.name])
     parameters["whole"].data[1, 2] = -1
     assert parameters["turned"][2, 1] == -1
@@ -176,13 +175,15 @@ def test_landing_memory_is_freed_before_it_is_opened_again(monkeypatch):
 
     def allocate(size: int, device: torch.device) -> torch.Tensor:
         assert not any(ref() is not None for ref in alive)
-        alive.append(weakref.ref(memory := landing_memory(size, device)))
+        memory = landing_memory(size, device)
+        alive.append(weakref.ref(memory))
         return memory
 
     engine: Any = SimpleNamespace(get_rpc_port=lambda: 1, batch_register_memory=lambda *_: 0)
     monkeypatch.setattr(mooncake, "open_engine", lambda *_: engine)
     monkeypatch.setattr(mooncake, "landing_memory", allocate)
-    parameters, memory = {"a": torch.zeros(6, 5)}, MooncakeMemory()
+    parameters = {"a": torch.zeros(6, 5)}
+    memory = MooncakeMemory()
     live = LiveParameters(0, "mooncake", Host(), "10.0.0.1", parameters, lambda: parameters)
     for rows in (4, 3):
         endpoint = memory.open(live, Offer(landing=[("a", Box((1, 0), (rows, 2)))]))

@@ -80,9 +80,8 @@ def test_trial_scores_reference_empty_and_absurd_texts(
         "absurd text 0, 0, 0"
     )
     assert [score.parts for score in equal.scores["the reference answer"]] == [{"tokens": 1.0}] * 3
-    assert "an empty text failed, failed, failed" in str(careful) and [*careful.remarks] == [
-        "scoring an empty text failed: no text"
-    ]
+    assert "an empty text failed, failed, failed" in str(careful)
+    assert [*careful.remarks] == ["scoring an empty text failed: no text"]
 
 
 def test_function_beside_a_verifier_gets_the_row(folder: Path) -> None:

@@ -140,10 +140,19 @@ def test_post_load_work_may_remake_tensors_and_change_no_other(model, watch):
     assert watch.changed() == ["layers.0.made", "layers.1.packed"]
 
 
-def test_tensors_made_by_loading_must_be_remade_by_updates():
+def build() -> tuple[Model, BuiltModel]:
+    """A model, and what the watch knows of the tensors that were alive before it was built."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
-    built = BuiltModel(model, before)
+    return model, BuiltModel(model, before)
+
+
+def kinds_by_name(watch: MemoryWatch) -> dict[str, str]:
+    return {entry.name: entry.kind for entry in inventory(watch)}
+
+
+def test_tensors_made_by_loading_must_be_remade_by_updates():
+    model, built = build()
     first, second = model.layers
     second.scales["k"] *= 3
     first.renamed = first.rotary  # the same memory, unchanged
@@ -183,9 +192,7 @@ def test_tensors_made_by_loading_must_be_remade_by_updates():
 
 def test_moved_copy_of_weights_is_still_unproven():
     """A forward pass may cast or move it. It may also have the name of an adapter's wrapper."""
-    before = [weakref.ref(values) for values in live_tensors()]
-    model = Model()
-    built = BuiltModel(model, before)
+    model, built = build()
     for layer in model.layers:
         layer.repacked = layer.weight.detach() * 3
     watch = MemoryWatch(model, built)
@@ -195,7 +202,7 @@ def test_moved_copy_of_weights_is_still_unproven():
         layer.repacked = layer.repacked.to(torch.bfloat16)
         layer.rotary = layer.rotary.to(torch.bfloat16)
     watch.start()
-    kinds = {entry.name: entry.kind for entry in inventory(watch)}
+    kinds = kinds_by_name(watch)
     assert kinds["layers.0.repacked"] == kinds["layers.1.base_layer.repacked"] == "unproven"
     assert kinds["layers.0.rotary"] == "constant"
 
@@ -217,9 +224,7 @@ def test_memory_of_layer_wrappers_is_not_constant():
     A wrapper's copy of weights is not proved. Neither is a parameter that the wrapper still holds
     although post-load work has replaced it.
     """
-    before = [weakref.ref(values) for values in live_tensors()]
-    model = Model()
-    built = BuiltModel(model, before)
+    model, built = build()
     watch = MemoryWatch(model, built)
     layer = model.layers[1]
     wrapper = Wrapper(model.layers[1])
@@ -230,7 +235,7 @@ def test_memory_of_layer_wrappers_is_not_constant():
     with watch.rewriting():
         layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
         layer.transposed = layer.weight.data.t()
-    kinds = {entry.name: entry.kind for entry in inventory(watch)}
+    kinds = kinds_by_name(watch)
     assert (kinds["layers.1.transposed"], kinds["layers.1.offsets"]) == ("unproven", "constant")
     assert (kinds["layers.1.pool[0]"], kinds["layers.1.pool[1]"]) == ("working", "written"), (
         "updates write one slot of two"
@@ -248,8 +253,9 @@ def test_dummy_weights_prove_nothing_of_checkpoint_buffers(dummy, kind):
     model.register_buffer("table", torch.zeros(4, dtype=torch.int64))
     watch = MemoryWatch(model, BuiltModel(model, before), dummy)
     watch.start()
-    kinds = {entry.name: entry.kind for entry in inventory(watch)}
-    assert kinds["table"] == kind and kinds["layers.0.rotary"] == "constant"
+    kinds = kinds_by_name(watch)
+    assert kinds["table"] == kind
+    assert kinds["layers.0.rotary"] == "constant"
 
 
 def test_unproven_memory_of_a_model_ends_a_strict_run(capsys):
@@ -261,10 +267,8 @@ def test_unproven_memory_of_a_model_ends_a_strict_run(capsys):
     line = "layers.0.packed [2, 3] float32 (made) on generator rank 0, 2"
     with pytest.raises(AuditError) as failure:
         check_proven({of_model: [0, 2], elsewhere: [1]}, strict=True)
-    assert (
-        str(failure.value).startswith("weights.audit=strict: engines hold memory")
-        and line in str(failure.value).splitlines()
-    )
+    assert str(failure.value).startswith("weights.audit=strict: engines hold memory")
+    assert line in str(failure.value).splitlines()
     check_proven({of_model: [0, 2]}, strict=False)
     assert line in capsys.readouterr().out.splitlines()
     check_proven({elsewhere: [1]}, strict=True)
