@@ -568,7 +568,7 @@ def test_output_adds_up_to_the_step(capsys):
     assert main([*CONFIG, *each_step]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert "checkpoints +36 s" in lines["adds"]
-    assert "for checkpoints 65%" in lines["waits"]
+    assert "for checkpoints 66%" in lines["waits"]
     assert lines["advice"].startswith("write checkpoints less often")
     assert main([*CONFIG, *each_step, "plan.simulation.checkpoint_s=0", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
