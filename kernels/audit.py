@@ -30,13 +30,13 @@ import numpy as np
 import torch
 
 from megarl.base.geometry import Box, whole_box
+from megarl.kernels.changes import bits_of
 
 MASK = (1 << 64) - 1
 ROW_SEED = 0x6D65676172_6C01
 COL_SEED = 0x6D65676172_6C02
 WORD_BYTES = 8
 MIX_SHIFT = 31
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TILE_WORDS = 1 << 14  # with its scratch, a quarter of a 1 MiB cache, so that memory is read once
 MOST_LEFT = 4096
 # above this size of a box, a compiled loop pays: it runs at memory speed, but loads for about a
@@ -155,7 +155,7 @@ def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, i
     The integers are words (int64) if columns, strides and address allow it; otherwise there is one
     per element, of the element's size.
     """
-    bits = values.detach().view(BITS[values.element_size()])
+    bits = bits_of(values.detach())
     if len(bits) == 1:
         bits = bits[0].unsqueeze(0)  # one row, so that the row stride does not matter
     item = bits.element_size()
@@ -204,9 +204,8 @@ def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarra
     low = max(0, first * per_word - lead)
     high = min(bits.shape[1], end * per_word - lead)
     place = low + lead - first * per_word
-    torch.from_numpy(words.view(np.int64)).view(bits.dtype)[:, place : place + high - low].copy_(
-        bits[:, low:high]
-    )
+    elements = torch.from_numpy(words.view(np.int64)).view(bits.dtype)
+    elements[:, place : place + high - low].copy_(bits[:, low:high])
     return words
 
 

@@ -87,9 +87,8 @@ def hash_sum(values: torch.Tensor, row_start: int, col_start: int) -> torch.Tens
     )
     if partial.numel():
         row_weights = _weights(audit.ROW_SEED, row_start, rows, bits.device)
-        word_weights = _weights(
-            audit.COL_SEED, first_word, audit.word_count(bits, lead), bits.device
-        )
+        words = audit.word_count(bits, lead)
+        word_weights = _weights(audit.COL_SEED, first_word, words, bits.device)
         _hash_kernel[(len(partial),)](
             bits.view(UNSIGNED[bits.dtype]),
             row_weights,

@@ -40,9 +40,8 @@ def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
 
 def compact(positions: torch.Tensor, elements: int) -> Places:
     """`positions`: ascending, int64."""
-    return torch.bincount(positions >> 16, minlength=blocks(elements)).to(
-        torch.int32
-    ), positions.to(torch.int16)
+    counts = torch.bincount(positions >> 16, minlength=blocks(elements))
+    return counts.to(torch.int32), positions.to(torch.int16)
 
 
 def put(
@@ -67,6 +66,5 @@ def put_at(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) 
 def positions_of(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The positions from their compact form: the inverse of `compact`."""
     starts = torch.arange(len(counts), device=counts.device) * BLOCK
-    return torch.repeat_interleave(starts, counts, output_size=len(offsets)) + (
-        offsets.long() & (BLOCK - 1)
-    )
+    block_starts = torch.repeat_interleave(starts, counts, output_size=len(offsets))
+    return block_starts + (offsets.long() & (BLOCK - 1))

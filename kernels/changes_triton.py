@@ -45,23 +45,22 @@ def _changes_kernel(
 
 def find_changes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Places]:
     """See megarl.kernels.find_changes."""
+    if not pairs:
+        return []
     counts = [_counted(new, old) for new, old in pairs]
-    changed = totals_of(counts)
+    # the host waits for the GPU only here
+    totals = torch.stack([piece_counts.sum() for piece_counts in counts]).tolist()
     return [
-        _placed(new, old, of_pieces, total)
-        for (new, old), of_pieces, total in zip(pairs, counts, changed)
+        _placed(new, old, piece_counts, total)
+        for (new, old), piece_counts, total in zip(pairs, counts, totals)
     ]
-
-
-def totals_of(counts: Sequence[torch.Tensor]) -> list[int]:
-    """The sum of each tensor. The host waits for the GPU only once."""
-    return torch.stack([of_pieces.sum() for of_pieces in counts]).tolist() if counts else []
 
 
 def _counted(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """The number of changed elements in each piece, int32 [pieces of whole blocks]."""
     counts = torch.zeros(blocks(len(new)) * (BLOCK // PIECE), dtype=torch.int32, device=new.device)
-    if programs := triton.cdiv(len(new), PIECE):
+    programs = triton.cdiv(len(new), PIECE)
+    if programs:
         _changes_kernel[(programs,)](
             new, old, counts, counts, counts, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=False
         )

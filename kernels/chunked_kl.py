@@ -26,19 +26,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megarl.kernels.chunked_logprobs import _add_product, _product, _scaled
+from megarl.kernels.chunked_logprobs import (
+    VocabularySlice,
+    _add_product,
+    _product,
+    _scaled,
+    all_shares,
+    begin_weight_sum,
+    end_weight_sum,
+)
 
 # Least probability of a teacher's bucket: the smallest that 1 minus a sum in float32 can
 # distinguish from 0.
 LEAST_REST = 2.0**-23
-
-
-class VocabularySlice(NamedTuple):
-    """This rank's part of the vocabulary."""
-
-    first: int
-    real: int  # number of tokens; padding follows
-    temperature: float
 
 
 class Teacher(Protocol):
@@ -77,7 +77,7 @@ class WholeDistribution(NamedTuple):
         if not vocab_slice.real:
             empty = z.new_full((len(z),), float("-inf"))
             return torch.stack([empty, empty, torch.zeros_like(empty)])
-        u = self._logits(rows, vocab_slice)
+        u = _logits(self.hidden[rows], self.weight, vocab_slice)
         log_z = z.logsumexp(dim=1)
         log_u = u.logsumexp(dim=1)
         mean = (z - log_z.unsqueeze(1)).exp_().mul_(u.neg_().add_(z)).sum(dim=1)
@@ -99,12 +99,8 @@ class WholeDistribution(NamedTuple):
         vocab_slice: VocabularySlice,
         saved: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        return self._logits(rows, vocab_slice).neg_().add_(z).add_(saved[0][rows].unsqueeze(1))
-
-    def _logits(self, rows: slice, vocab_slice: VocabularySlice) -> torch.Tensor:
-        return _scaled(
-            _product(self.hidden[rows], self.weight)[:, : vocab_slice.real], vocab_slice.temperature
-        )
+        u = _logits(self.hidden[rows], self.weight, vocab_slice)
+        return u.neg_().add_(z).add_(saved[0][rows].unsqueeze(1))
 
 
 class LikeliestTokens(NamedTuple):
@@ -121,9 +117,8 @@ class LikeliestTokens(NamedTuple):
         # a column for tokens of other ranks
         extended = torch.cat([z, z.new_zeros(len(z), 1)], dim=1)
         at_tokens = extended.gather(1, places)
-        log_rest = extended.scatter(1, places, float("-inf"))[:, : vocab_slice.real].logsumexp(
-            dim=1
-        )
+        bucket_logits = extended.scatter(1, places, float("-inf"))[:, : vocab_slice.real]
+        log_rest = bucket_logits.logsumexp(dim=1)
         return torch.cat([torch.stack([z.logsumexp(dim=1), log_rest]), at_tokens.t()])
 
     def combine(
@@ -134,17 +129,12 @@ class LikeliestTokens(NamedTuple):
         log_p = everyone[:, 2:].sum(dim=0).t() - log_z.unsqueeze(1)
         in_vocabulary = self.ids < vocab_size
         log_p_rest = log_rest - log_z
-        log_q_rest = (
-            (1 - self.logprobs.double().exp().sum(dim=1))
-            .clamp(min=LEAST_REST)
-            .log()
-            .to(log_z.dtype)
-        )
+        q_rest = (1 - self.logprobs.double().exp().sum(dim=1)).clamp(min=LEAST_REST)
+        log_q_rest = q_rest.log().to(log_z.dtype)
         ratios = torch.where(in_vocabulary, log_p - self.logprobs, 0.0)
         rest_ratio = torch.where(log_p_rest == float("-inf"), 0.0, log_p_rest - log_q_rest)
-        kl = (torch.where(in_vocabulary, log_p.exp(), 0.0) * ratios).sum(
-            dim=1
-        ) + log_p_rest.exp() * rest_ratio
+        p = torch.where(in_vocabulary, log_p.exp(), 0.0)
+        kl = (p * ratios).sum(dim=1) + log_p_rest.exp() * rest_ratio
         return kl, log_z, (ratios, rest_ratio)
 
     def ratios(
@@ -182,20 +172,11 @@ class LinearKl(torch.autograd.Function):
         chunk_tokens: int,
         weight_grad: torch.Tensor | None,
     ) -> torch.Tensor:
-        first = group.rank() * len(weight)
-        vocab_slice = VocabularySlice(
-            first, min(max(vocab_size - first, 0), len(weight)), temperature
-        )
+        vocab_slice = VocabularySlice.of(weight, group, vocab_size, temperature)
         parts = []
         for rows, z in _chunks(hidden, weight, vocab_slice, chunk_tokens):
             parts.append(teacher.partial(rows, z, vocab_slice))
-        partial = torch.cat(parts, dim=1)
-        everyone = partial.unsqueeze(0)  # [tp, m, t]
-        if group.size() > 1 and len(hidden):
-            everyone = partial.new_empty((group.size(), *partial.shape))
-            dist.all_gather_into_tensor(
-                everyone.view(-1), partial.contiguous().view(-1), group=group
-            )
+        everyone = all_shares(torch.cat(parts, dim=1), group)
         kl, log_z, saved = teacher.combine(everyone, vocab_size)
         ctx.save_for_backward(hidden, weight, kl, log_z, *saved)
         ctx.teacher = teacher
@@ -209,33 +190,18 @@ class LinearKl(torch.autograd.Function):
         hidden, weight, kl, log_z, *saved = ctx.saved_tensors
         factor = grads[0] / ctx.vocab_slice.temperature
         hidden_grad = torch.zeros_like(hidden)
-        weight_grad = None
-        if ctx.needs_input_grad[1]:
-            if ctx.weight_grad is None:
-                weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32)
-            else:
-                weight_grad = ctx.weight_grad
-        for rows, z in (
-            _chunks(hidden, weight, ctx.vocab_slice, ctx.chunk_tokens)
-            if ctx.vocab_slice.real
-            else ()
-        ):
+        weight_sum = begin_weight_sum(ctx, weight)
+        real = ctx.vocab_slice.real
+        chunks = _chunks(hidden, weight, ctx.vocab_slice, ctx.chunk_tokens) if real else ()
+        for rows, z in chunks:
             ratios = ctx.teacher.ratios(rows, z, ctx.vocab_slice, tuple(saved))
-            dz = (
-                z.sub_(log_z[rows].unsqueeze(1))
-                .exp_()
-                .mul_(ratios.sub_(kl[rows].unsqueeze(1)))
-                .mul_(factor[rows].unsqueeze(1))
-            )
+            p = z.sub_(log_z[rows].unsqueeze(1)).exp_()
+            dz = p.mul_(ratios.sub_(kl[rows].unsqueeze(1))).mul_(factor[rows].unsqueeze(1))
             dz = dz.to(hidden.dtype)
-            torch.mm(dz, weight[: ctx.vocab_slice.real], out=hidden_grad[rows])
-            if weight_grad is not None:
-                _add_product(weight_grad[: ctx.vocab_slice.real], dz.t(), hidden[rows])
-        if weight_grad is not None:
-            if ctx.weight_grad is None:
-                weight_grad = weight_grad.to(weight.dtype)
-            else:
-                weight_grad = weight.new_zeros(()).expand_as(weight)
+            torch.mm(dz, weight[:real], out=hidden_grad[rows])
+            if weight_sum is not None:
+                _add_product(weight_sum[:real], dz.t(), hidden[rows])
+        weight_grad = end_weight_sum(ctx, weight, weight_sum)
         return hidden_grad, weight_grad, None, None, None, None, None, None
 
 
@@ -245,7 +211,11 @@ def _chunks(
     """Yields the rows of each chunk (at least one chunk), and their scaled logits [N, real]."""
     for start in range(0, max(1, len(hidden)), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        yield (
-            rows,
-            _scaled(_product(hidden[rows], weight)[:, : vocab_slice.real], vocab_slice.temperature),
-        )
+        yield rows, _logits(hidden[rows], weight, vocab_slice)
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, vocab_slice: VocabularySlice
+) -> torch.Tensor:
+    """[N, real] the scaled logits."""
+    return _scaled(_product(hidden, weight)[:, : vocab_slice.real], vocab_slice.temperature)

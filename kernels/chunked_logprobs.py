@@ -26,14 +26,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 # an absent logit: finite, so that nothing becomes NaN if a rank has no token of a set
 ABSENT = -1e20
+
+
+class VocabularySlice(NamedTuple):
+    """This rank's part of the vocabulary."""
+
+    first: int
+    real: int  # number of tokens; padding follows
+    temperature: float
+
+    @classmethod
+    def of(
+        cls, weight: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
+    ) -> VocabularySlice:
+        first = group.rank() * len(weight)
+        return cls(first, min(max(vocab_size - first, 0), len(weight)), temperature)
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -52,50 +66,30 @@ class LinearLogprobs(torch.autograd.Function):
         weight_grad: torch.Tensor | None,
         allowed: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        first = group.rank() * len(weight)
-        # without padding rows of the vocabulary
-        real = min(max(vocab_size - first, 0), len(weight))
-        local_targets = torch.where(
-            (targets >= first) & (targets < first + real), targets - first, -1
-        )
+        vocab_slice = VocabularySlice.of(weight, group, vocab_size, temperature)
+        local_targets = _in_slice(targets, vocab_slice)
         local = _local(hidden)
         parts = []
-        for rows, sets in _chunks(len(hidden) if real else 0, chunk_tokens, allowed, first, real):
+        for rows, sets in _chunks(len(hidden), chunk_tokens, allowed, vocab_slice):
             logits = _product(hidden[rows], weight)
-            chunk_targets = local_targets[rows]
-            if sets is None:
-                parts.append(local.local_forward(logits, chunk_targets, real, temperature))
-            else:
-                parts.append(
-                    local.local_forward(
-                        _gathered(logits, sets),
-                        _place(chunk_targets, sets),
-                        sets.size(1),
-                        temperature,
-                    )
-                )
+            columns, places, real = _selected(logits, local_targets[rows], sets, vocab_slice)
+            parts.append(local.local_forward(columns, places, real, temperature))
         if parts:
             partial_sums = torch.cat(parts, dim=1)
         else:
             partial_sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        if not real:
+        if not vocab_slice.real:
             partial_sums[0] = float("-inf")
-        everyone = partial_sums.unsqueeze(0)  # [tp, 3, t]
-        if group.size() > 1 and len(hidden):
-            everyone = partial_sums.new_empty((group.size(), *partial_sums.shape))
-            dist.all_gather_into_tensor(everyone.view(-1), partial_sums.view(-1), group=group)
-        log_sums, entropies, at_target = everyone.unbind(dim=1)
+        log_sums, entropies, at_target = all_shares(partial_sums, group).unbind(dim=1)
         log_z = log_sums.logsumexp(dim=0)
         shares = (log_sums - log_z).exp()
         entropy = (shares * entropies - torch.xlogy(shares, shares)).sum(dim=0)
         ctx.save_for_backward(hidden, weight, local_targets, log_z, entropy)
         ctx.local = local
-        ctx.real = real
-        ctx.temperature = temperature
+        ctx.vocab_slice = vocab_slice
         ctx.chunk_tokens = chunk_tokens
         ctx.weight_grad = weight_grad
         ctx.allowed = allowed
-        ctx.first = first
         ctx.set_materialize_grads(False)
         return at_target.sum(dim=0) - log_z, entropy
 
@@ -104,47 +98,66 @@ class LinearLogprobs(torch.autograd.Function):
         grad, entropy_grad = grads
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         grad = torch.zeros_like(log_z) if grad is None else grad.contiguous()
-        entropy_grad = None if entropy_grad is None else entropy_grad.contiguous()
+        if entropy_grad is not None:
+            entropy_grad = entropy_grad.contiguous()
         hidden_grad = torch.zeros_like(hidden)
-        weight_grad = None
-        if ctx.needs_input_grad[1]:
-            if ctx.weight_grad is None:
-                weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32)
-            else:
-                weight_grad = ctx.weight_grad
-        for rows, sets in _chunks(
-            len(hidden) if ctx.real else 0, ctx.chunk_tokens, ctx.allowed, ctx.first, ctx.real
-        ):
+        weight_sum = begin_weight_sum(ctx, weight)
+        for rows, sets in _chunks(len(hidden), ctx.chunk_tokens, ctx.allowed, ctx.vocab_slice):
             logits = _product(hidden[rows], weight)
-            chunk_targets = targets[rows]
-            entropy_rows = None if entropy_grad is None else (entropy_grad[rows], entropy[rows])
-            local_backward = partial(
-                ctx.local.local_backward,
+            columns, places, real = _selected(logits, targets[rows], sets, ctx.vocab_slice)
+            of_entropy = None
+            if entropy_grad is not None:
+                of_entropy = (entropy_grad[rows], entropy[rows])
+            dlogits = ctx.local.local_backward(
+                columns,
+                places,
                 log_z=log_z[rows],
                 grad=grad[rows],
-                of_entropy=entropy_rows,
-                temperature=ctx.temperature,
+                of_entropy=of_entropy,
+                real=real,
+                temperature=ctx.vocab_slice.temperature,
                 dtype=hidden.dtype,
             )
-            if sets is None:
-                dlogits = local_backward(logits, chunk_targets, real=ctx.real)
-            else:
-                dsets = local_backward(
-                    _gathered(logits, sets), _place(chunk_targets, sets), real=sets.size(1)
-                )
+            if sets is not None:
+                dsets = dlogits
                 dlogits = logits.zero_()
                 if logits.dtype != hidden.dtype:
                     dlogits = torch.zeros_like(logits, dtype=hidden.dtype)
                 dlogits.scatter_add_(1, sets.clamp(min=0), dsets)  # absent tokens add 0
             torch.mm(dlogits, weight, out=hidden_grad[rows])
-            if weight_grad is not None:
-                _add_product(weight_grad, dlogits.t(), hidden[rows])
-        if weight_grad is not None:
-            if ctx.weight_grad is None:
-                weight_grad = weight_grad.to(weight.dtype)
-            else:
-                weight_grad = weight.new_zeros(()).expand_as(weight)
+            if weight_sum is not None:
+                _add_product(weight_sum, dlogits.t(), hidden[rows])
+        weight_grad = end_weight_sum(ctx, weight, weight_sum)
         return hidden_grad, weight_grad, None, None, None, None, None, None, None
+
+
+def all_shares(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[tp, m, t] from the shares [m, t] of all ranks."""
+    if group.size() == 1 or not partial.size(1):
+        return partial.unsqueeze(0)
+    everyone = partial.new_empty((group.size(), *partial.shape))
+    dist.all_gather_into_tensor(everyone.view(-1), partial.contiguous().view(-1), group=group)
+    return everyone
+
+
+def begin_weight_sum(ctx: Any, weight: torch.Tensor) -> torch.Tensor | None:
+    """The float32 tensor to which the gradient of `weight` is added; None if nobody needs it."""
+    if not ctx.needs_input_grad[1]:
+        return None
+    if ctx.weight_grad is not None:
+        return ctx.weight_grad
+    return weight.new_zeros(weight.shape, dtype=torch.float32)
+
+
+def end_weight_sum(
+    ctx: Any, weight: torch.Tensor, weight_sum: torch.Tensor | None
+) -> torch.Tensor | None:
+    """What autograd gets for `weight`: the sum, or zeros if the caller's tensor has it."""
+    if weight_sum is None:
+        return None
+    if ctx.weight_grad is not None:
+        return weight.new_zeros(()).expand_as(weight)
+    return weight_sum.to(weight.dtype)
 
 
 def local_forward(
@@ -157,9 +170,8 @@ def local_forward(
     logits: [N, local vocab], overwritten; targets: [N] int64, -1 for a target on another rank
     """
     z = _scaled(logits[:, :real], temperature)
-    at_target = torch.where(
-        targets >= 0, z.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0.0
-    )
+    target_logits = z.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    at_target = torch.where(targets >= 0, target_logits, 0.0)
     peak = z.amax(dim=-1, keepdim=True)
     z.sub_(peak)
     weights = z.exp()
@@ -201,14 +213,13 @@ def _chunks(
     tokens: int,
     chunk_tokens: int,
     allowed: tuple[torch.Tensor, torch.Tensor] | None,
-    first: int,
-    real: int,
+    vocab_slice: VocabularySlice,
 ) -> Iterator[tuple[slice, torch.Tensor | None]]:
     """Yields the rows of each chunk, and the columns of their sets in this rank's slice: [N, size
-    of the largest set] int64, -1 for none.
+    of the largest set] int64, -1 for none. Nothing if the slice is empty.
     """
     begin = 0
-    for start in range(0, tokens, chunk_tokens):
+    for start in range(0, tokens if vocab_slice.real else 0, chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         sets = None
         if allowed is not None:
@@ -217,26 +228,35 @@ def _chunks(
             is_member = torch.arange(int(sizes.max())) < sizes.unsqueeze(1)
             if ids.is_cuda:
                 is_member = is_member.pin_memory().to(ids.device, non_blocking=True)
-            else:
-                is_member = is_member
             end = begin + int(sizes.sum())
-            local = ids[begin:end].long() - first
-            local = torch.where((local >= 0) & (local < real), local, -1)
-            sets = torch.full(is_member.shape, -1, device=ids.device).masked_scatter_(
-                is_member, local
-            )
+            local = _in_slice(ids[begin:end].long(), vocab_slice)
+            sets = torch.full(is_member.shape, -1, device=ids.device)
+            sets.masked_scatter_(is_member, local)
             begin = end
         yield rows, sets
 
 
-def _gathered(logits: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
-    return logits.gather(1, sets.clamp(min=0)).masked_fill_(sets < 0, ABSENT)
+def _in_slice(ids: torch.Tensor, vocab_slice: VocabularySlice) -> torch.Tensor:
+    """The columns of these tokens in this rank's slice; -1 for tokens of other ranks."""
+    local = ids - vocab_slice.first
+    return torch.where((local >= 0) & (local < vocab_slice.real), local, -1)
 
 
-def _place(targets: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
-    """The index of each target in its set; -1 if another rank has it."""
+def _selected(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    sets: torch.Tensor | None,
+    vocab_slice: VocabularySlice,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(the logits of the sets, the index of each target in its set or -1 if another rank has it,
+    the columns that count); without sets, of the whole slice.
+    """
+    if sets is None:
+        return logits, targets, vocab_slice.real
+    set_logits = logits.gather(1, sets.clamp(min=0)).masked_fill_(sets < 0, ABSENT)
     is_target = (sets == targets.unsqueeze(1)) & (sets >= 0)
-    return torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
+    places = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
+    return set_logits, places, sets.size(1)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:

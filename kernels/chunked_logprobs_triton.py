@@ -131,11 +131,9 @@ def local_backward(
     """See chunked_logprobs.local_backward."""
     assert logits.is_contiguous() and dtype in (torch.float32, torch.bfloat16)
     rows, width = logits.shape
-    gradient = (
-        logits
-        if logits.dtype == dtype
-        else torch.empty((rows, width), dtype=dtype, device=logits.device)
-    )
+    gradient = logits
+    if logits.dtype != dtype:
+        gradient = torch.empty((rows, width), dtype=dtype, device=logits.device)
     if gradient.numel():
         block = min(BACKWARD_BLOCK, triton.next_power_of_2(width))
         bf16 = dtype == torch.bfloat16

@@ -27,18 +27,13 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, boundaries: Sequence[int]
     """[t, c]: the depthwise convolution of x [t, c] with weight [c, w], over each token and the w -
     1 tokens before it in its sequence.
     """
-    within = torch.cat(
-        [
-            torch.arange(end - start, device=x.device)
-            for start, end in itertools.pairwise(boundaries)
-        ]
-    )
+    lengths = [end - start for start, end in itertools.pairwise(boundaries)]
+    within = torch.cat([torch.arange(length, device=x.device) for length in lengths])
     out = x * weight[:, -1]
     for distance in range(1, weight.size(1)):
         shifted = F.pad(x, (0, 0, distance, 0))[: len(x)]
-        out = (
-            out + torch.where((within >= distance)[:, None], shifted, 0) * weight[:, -1 - distance]
-        )
+        earlier = torch.where((within >= distance)[:, None], shifted, 0)
+        out = out + earlier * weight[:, -1 - distance]
     return out
 
 

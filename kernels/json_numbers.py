@@ -26,31 +26,54 @@ def _digit(text, position):
     return position < text.size and 48 <= text[position] <= 57
 
 
+@numba.njit(inline="always")
+def _is_empty_list(text, position):
+    return position + 1 < text.size and text[position] == 91 and text[position + 1] == 93
+
+
+@numba.njit
+def _digits(text, position, mantissa):
+    """(`mantissa` continued by the digits at `position`, end). An end of -1: there are none, or too
+    many.
+    """
+    start = position
+    while _digit(text, position):
+        if mantissa > _MOST_MANTISSA:
+            return mantissa, -1
+        mantissa = mantissa * np.uint64(10) + np.uint64(text[position] - 48)
+        position += 1
+    return mantissa, position if position > start else -1
+
+
+@numba.njit
+def _token_id(text, position):
+    """(token id, end) of the number at `position`. A token id of -1: there is none."""
+    start = position
+    token = 0
+    while _digit(text, position) and position - start < 10:
+        token = token * 10 + (text[position] - 48)
+        position += 1
+    leading_zero = position - start > 1 and text[start] == 48
+    if position == start or leading_zero or token > 0x7FFFFFFF:
+        return -1, position
+    return token, position
+
+
 @numba.njit
 def _number(text, position):
     """(value, end) of the number at `position`. An end of -1 leaves it to the decoder."""
     negative = position < text.size and text[position] == 45  # -
     if negative:
         position += 1
-    mantissa = np.uint64(0)
     power = 0
     start = position
-    while _digit(text, position):
-        if mantissa > _MOST_MANTISSA:
-            return 0.0, -1
-        mantissa = mantissa * np.uint64(10) + np.uint64(text[position] - 48)
-        position += 1
-    if position == start or (position - start > 1 and text[start] == 48):
+    mantissa, position = _digits(text, position, np.uint64(0))
+    if position < 0 or (position - start > 1 and text[start] == 48):
         return 0.0, -1
     if position < text.size and text[position] == 46:  # .
-        position += 1
-        start = position
-        while _digit(text, position):
-            if mantissa > _MOST_MANTISSA:
-                return 0.0, -1
-            mantissa = mantissa * np.uint64(10) + np.uint64(text[position] - 48)
-            position += 1
-        if position == start:
+        start = position + 1
+        mantissa, position = _digits(text, start, mantissa)
+        if position < 0:
             return 0.0, -1
         power = start - position
     if position < text.size and (text[position] | 32) == 101:  # e
@@ -87,7 +110,7 @@ def read_token_logprobs(text, position, values, ids):
     `values` and `ids` must have room for all entries that the rest of `text` could have.
     """
     count = 0
-    if position + 1 < text.size and text[position] == 91 and text[position + 1] == 93:  # []
+    if _is_empty_list(text, position):
         return count, position + 2
     separator = 91
     # [[ or ,[
@@ -100,29 +123,18 @@ def read_token_logprobs(text, position, values, ids):
         value, position = _number(text, position + 2)
         if position < 0 or position >= text.size or text[position] != 44:
             return -1, position
-        start = position + 1
-        token = 0
-        position = start
-        while _digit(text, position) and position - start < 10:
-            token = token * 10 + (text[position] - 48)
-            position += 1
-        if (
-            position == start
-            or (position - start > 1 and text[start] == 48)
-            or token > 0x7FFFFFFF
-            or position + 6 >= text.size
-        ):
+        token, position = _token_id(text, position + 1)
+        if token < 0 or position + 6 >= text.size:
             return -1, position
-        # ,null
+        # ,null]
         if not (
             text[position] == 44
             and text[position + 1] == 110
             and text[position + 2] == 117
             and text[position + 3] == 108
             and text[position + 4] == 108
+            and text[position + 5] == 93
         ):
-            return -1, position
-        if text[position + 5] != 93:
             return -1, position
         values[count], ids[count] = value, token
         count += 1
@@ -142,7 +154,7 @@ def read_id_lists(text, position, ids, sizes):
     """
     count = 0
     id_count = 0
-    if position + 1 < text.size and text[position] == 91 and text[position + 1] == 93:
+    if _is_empty_list(text, position):
         return count, position + 2
     separator = 91
     # [[ or ,[
@@ -156,18 +168,8 @@ def read_id_lists(text, position, ids, sizes):
         first = id_count
         separator = 91
         while position < text.size and text[position] == separator and id_count < ids.size:
-            position += 1
-            start = position
-            token = 0
-            while _digit(text, position) and position - start < 10:
-                token = token * 10 + (text[position] - 48)
-                position += 1
-            if (
-                position == start
-                or (position - start > 1 and text[start] == 48)
-                or token > 0x7FFFFFFF
-                or position + 1 >= text.size
-            ):
+            token, position = _token_id(text, position + 1)
+            if token < 0 or position + 1 >= text.size:
                 return -1, position
             ids[id_count] = token
             id_count += 1
@@ -189,7 +191,7 @@ def read_floats(text, position, values):
     `values` must have room for all numbers that the rest of `text` could have.
     """
     count = 0
-    if position + 1 < text.size and text[position] == 91 and text[position + 1] == 93:
+    if _is_empty_list(text, position):
         return count, position + 2
     separator = 91
     while position < text.size and text[position] == separator and count < values.size:

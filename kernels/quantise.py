@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from megarl.base.geometry import Box
+from megarl.base.geometry import Box, whole_box
 from megarl.kernels.quantise_rules import E4M3_MAX, Rule
 
 FP8 = torch.float8_e4m3fn
@@ -60,10 +60,9 @@ def merge_amax(parts: Sequence[tuple[Box, torch.Tensor]], tiles: Box) -> torch.T
     for touched, amax in parts:
         common = touched.intersect(tiles)
         if common is not None:
-            target = merged[common.move(tiles, _at_origin(tiles)).slices()]
-            torch.maximum(
-                target, amax[common.move(touched, _at_origin(touched)).slices()], out=target
-            )
+            target = merged[common.move(tiles, whole_box(tiles.shape)).slices()]
+            part = amax[common.move(touched, whole_box(touched.shape)).slices()]
+            torch.maximum(target, part, out=target)
     if (merged < 0).any():
         raise ValueError(f"no amax for {int((merged < 0).sum())} of the tiles in {tiles}")
     return merged
@@ -96,11 +95,10 @@ def quantise_with(
     for rows in _strips(values, row_start, rule):
         strip = values[..., rows, :]
         start = row_start + rows.start
-        tiles = _touched(strip, start, col_start, rule).shape[-2]
-        codes[..., rows, :] = _codes(
-            strip, start, col_start, scales[..., tile : tile + tiles, :], rule
-        )
-        tile += tiles
+        end_tile = tile + _touched(strip, start, col_start, rule).shape[-2]
+        strip_scales = scales[..., tile:end_tile, :]
+        codes[..., rows, :] = _codes(strip, start, col_start, strip_scales, rule)
+        tile = end_tile
     return codes
 
 
@@ -147,9 +145,8 @@ def _strips(values: torch.Tensor, row_start: int, rule: Rule) -> Iterator[slice]
     rows = values.shape[-2]
     step = rows
     if rule.rows is not None and values.device.type == "cpu":
-        step = (
-            max(1, STRIP_ELEMENTS // max(1, values.numel() // max(1, rows) * rule.rows)) * rule.rows
-        )
+        tile_row_elements = values.numel() // max(1, rows) * rule.rows
+        step = max(1, STRIP_ELEMENTS // max(1, tile_row_elements)) * rule.rows
     start = 0
     while start < rows:
         end = min(rows, start + step - _offset(row_start + start, rule.rows))
@@ -182,7 +179,3 @@ def _offset(start: int, size: int | None) -> int:
     if size is None:
         return 0
     return start % size
-
-
-def _at_origin(box: Box) -> Box:
-    return Box((0,) * len(box.start), box.shape)

@@ -199,10 +199,8 @@ def _three_dims(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises RuntimeError if leading dims cannot be joined without a copy.
     """
-    return (
-        tensor.unsqueeze(0)
-        if tensor.dim() == 2
-        else tensor.view(-1, *tensor.shape[-2:])
-        if tensor.dim() > 3
-        else tensor
-    )
+    if tensor.dim() == 2:
+        return tensor.unsqueeze(0)
+    if tensor.dim() > 3:
+        return tensor.view(-1, *tensor.shape[-2:])
+    return tensor

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.agents.episode import Answer, Refused
+from megarl.agents.episode import Answer, Refused, openai_call
 from megarl.agents.openai_chat import (
     FORCED,
     TRAINED,
@@ -21,6 +21,7 @@ from megarl.agents.openai_chat import (
     whole_number,
 )
 from megarl.data.chat import Message
+from megarl.generator.tool_parsers import ToolCall
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _NEUTRAL = {
@@ -56,16 +57,14 @@ def read_request(body: dict[str, Any]) -> Request:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in body["messages"]:
         messages += _messages(message)
-    stop = stop_strings(body, "stop_sequences")
-    stream = bool(body.get("stream"))
     return Request(
         messages,
         tools,
-        whole_number(body, "max_tokens"),
-        1,
-        stream,
-        str(body.get("model", "")),
-        stop=stop,
+        max_tokens=whole_number(body, "max_tokens"),
+        n=1,
+        stream=bool(body.get("stream")),
+        model=str(body.get("model", "")),
+        stop=stop_strings(body, "stop_sequences"),
         template_arguments=template_arguments(body),
     )
 
@@ -100,27 +99,22 @@ def _messages(message: dict[str, Any]) -> list[Message]:
             f"{' and '.join(kinds)} are supported"
         )
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
-    if role == "assistant":
-        calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
-        return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": block["tool_use_id"],
-            "content": text_of(block.get("content")),
-        }
-        for block in blocks
-        if block["type"] == "tool_result"
-    ]
-    return [*results, *([{"role": role, "content": text}] if text or not results else [])]
-
-
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": block["id"],
-        "type": "function",
-        "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
-    }
+    text_message: Message = {"role": role, "content": text}
+    calls = []
+    results: list[Message] = []
+    for block in blocks:
+        if block["type"] == "tool_use":
+            call = ToolCall(block["name"], json.dumps(block["input"]))
+            calls.append(openai_call(block["id"], call))
+        elif block["type"] == "tool_result":
+            content = text_of(block.get("content"))
+            call_id = block["tool_use_id"]
+            results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    if calls:
+        text_message["tool_calls"] = calls
+    if text or not results:
+        return [*results, text_message]
+    return results
 
 
 def written(answer: Answer, name: str, model: str) -> dict[str, Any]:
@@ -135,18 +129,9 @@ def written(answer: Answer, name: str, model: str) -> dict[str, Any]:
 def streamed(answer: Answer, name: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The finished answer as events (name, data), each block in one piece."""
     usage = _usage(answer)
-    yield (
-        "message_start",
-        {
-            "message": {
-                **_head(name, model),
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": usage,
-            }
-        },
-    )
+    stop = {"stop_reason": None, "stop_sequence": None}
+    message = {**_head(name, model), "content": [], **stop, "usage": usage}
+    yield "message_start", {"message": message}
     for index, block in enumerate(_blocks(answer)):
         if block["type"] == "text":
             empty = {"type": "text", "text": ""}
@@ -166,19 +151,13 @@ def _head(name: str, model: str) -> dict[str, Any]:
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
-    text = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
-    return [
-        *text,
-        *(
-            {
-                "type": "tool_use",
-                "id": number,
-                "name": call.name,
-                "input": json.loads(call.arguments),
-            }
-            for number, call in answer.calls
-        ),
-    ]
+    blocks: list[dict[str, Any]] = []
+    if answer.content or not answer.calls:
+        blocks.append({"type": "text", "text": answer.content})
+    for number, call in answer.calls:
+        arguments = json.loads(call.arguments)
+        blocks.append({"type": "tool_use", "id": number, "name": call.name, "input": arguments})
+    return blocks
 
 
 def _stop(answer: Answer) -> dict[str, Any]:

@@ -395,9 +395,9 @@ async def _anthropic(episode: Episode, request: Request) -> _Reply:
 async def _responses(episode: Episode, request: ResponsesRequest) -> _Reply:
     messages = openai_responses.conversation(episode, request)
     name = secrets.token_hex(12)
-    instructions = (
-        [{"role": "system", "content": request.instructions}] if request.instructions else []
-    )
+    instructions = []
+    if request.instructions:
+        instructions = [{"role": "system", "content": request.instructions}]
     [answer] = await episode.complete(
         [*instructions, *messages],
         request.tools,
@@ -422,22 +422,13 @@ def _lines(events: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 async def _count(episode: Episode, request: Request) -> _Reply:
-    return _Reply(
-        {
-            "input_tokens": await episode.count_tokens(
-                request.messages, request.tools, request.template_arguments
-            )
-        }
-    )
+    count = await episode.count_tokens(request.messages, request.tools, request.template_arguments)
+    return _Reply({"input_tokens": count})
 
 
 async def _models(request: web.Request) -> web.StreamResponse:
-    return web.json_response(
-        {
-            "object": "list",
-            "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}],
-        }
-    )
+    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
+    return web.json_response({"object": "list", "data": [model]})
 
 
 async def _nothing(request: web.Request) -> web.StreamResponse:
@@ -450,9 +441,8 @@ async def _nothing(request: web.Request) -> web.StreamResponse:
 
 
 def _key(request: web.Request) -> str:
-    return request.headers.get("x-api-key") or request.headers.get(
-        "Authorization", ""
-    ).removeprefix("Bearer ")
+    authorization = request.headers.get("Authorization", "")
+    return request.headers.get("x-api-key") or authorization.removeprefix("Bearer ")
 
 
 async def _send(request: web.Request, content: dict[str, Any] | list[str]) -> web.StreamResponse:

@@ -61,9 +61,11 @@ class Turn:
     @property
     def token_ids(self) -> list[int]:
         """All ids up to the end of this turn."""
-        return [
-            number for turn in self.path for number in (*turn.context, *turn.completion.token_ids)
-        ]
+        ids: list[int] = []
+        for turn in self.path:
+            ids += turn.context
+            ids += turn.completion.token_ids
+        return ids
 
 
 @dataclass
@@ -116,17 +118,8 @@ class Tree:
                     "reward_parts": score.parts,
                     "failures": score.failures,
                 }
-            samples.append(
-                _sample(
-                    path,
-                    learned,
-                    prompt_tokens,
-                    decode,
-                    reward=score.reward,
-                    branch=branch,
-                    **first,
-                )
-            )
+            fields = {"reward": score.reward, "branch": branch, **first}
+            samples.append(_sample(path, learned, prompt_tokens, decode, fields))
             learned |= set(map(id, path))
         return samples
 
@@ -183,7 +176,7 @@ def _sample(
     learned: set[int],
     prompt_tokens: int,
     decode: Callable[[Sequence[int]], str],
-    **fields: Any,
+    fields: dict[str, Any],
 ) -> Sample:
     ids = array("i")
     logprobs = array("f")
@@ -424,11 +417,10 @@ class Episode:
         return f"{limit}; the last one: {self.last_refusal}"
 
     def metrics(self) -> dict[str, float]:
-        calls = {
-            name: float(self.counts[name])
-            for name in ("calls", "rewritten", "unstable", "out_of_room")
-        }
-        return {**calls, "branches": float(len(self.tree.leaves()))}
+        names = ("calls", "rewritten", "unstable", "out_of_room")
+        metrics = {name: float(self.counts[name]) for name in names}
+        metrics["branches"] = float(len(self.tree.leaves()))
+        return metrics
 
     def unanswered_reason(self, player_failure: str) -> str:
         """The message for an episode that has sampled nothing.
@@ -535,14 +527,12 @@ class Episode:
                 )
         if conversations is None:
             return None, stand_ins.encode(rendered, self.tokenizer)
-        answer_places = [
-            place
-            for place, message in enumerate(messages, start=1)
-            if message["role"] == "assistant"
-        ]
-        self.counts["rewritten"] += (
-            bool(answer_places) and conversations[answer_places[-1]] not in self._known_turns
-        )
+        answer_places = []
+        for place, message in enumerate(messages, start=1):
+            if message["role"] == "assistant":
+                answer_places.append(place)
+        if answer_places and conversations[answer_places[-1]] not in self._known_turns:
+            self.counts["rewritten"] += 1
         for place in reversed(answer_places):
             turn = self._known_turns.get(conversations[place])
             if turn is None:
@@ -592,15 +582,13 @@ class Episode:
     ) -> Answer:
         turn = self.tree.add(position.parent, position.context, completion)
         content, calls, stop = parsed
-        named = [
-            ("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call)
-            for call in calls
-        ]
-        finish_reason = (
-            "tool_calls"
-            if calls and completion.finish_reason == "stop"
-            else completion.finish_reason
-        )
+        named = []
+        for call in calls:
+            letters = [secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)]
+            named.append(("".join(letters), call))
+        finish_reason = completion.finish_reason
+        if calls and finish_reason == "stop":
+            finish_reason = "tool_calls"
         self.first_calls.update((number, named[0][0]) for number, _ in named)
         message = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
         for form in (content, content + (stop or "")):  # some agents put the stop string back
@@ -662,11 +650,9 @@ def _as_template_wants(message: Message) -> Message:
     """
     if not message.get("tool_calls"):
         return {name: value for name, value in message.items() if name != "tool_calls"}
-    calls = [
-        {
-            **call,
-            "function": {**call["function"], "arguments": _json(call["function"]["arguments"])},
-        }
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = _json(function["arguments"])
+        calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}

@@ -135,21 +135,16 @@ def read_request(body: dict[str, Any]) -> Request:
         if tool.get("type") != "function" or not isinstance(tool["function"]["name"], str):
             raise Refused(f"tools: of type {tool.get('type')}; only functions are supported")
     most = whole_number(body, "max_completion_tokens") or whole_number(body, "max_tokens")
-    usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    stop = stop_strings(body, "stop")
-    logprobs = body.get("logprobs") is True
-    messages = [*map(_message, body["messages"])]
-    stream = bool(body.get("stream"))
     return Request(
-        messages=messages,
+        messages=[*map(_message, body["messages"])],
         tools=tools,
         max_tokens=most,
         n=n,
-        stream=stream,
+        stream=bool(body.get("stream")),
         model=str(body.get("model", "")),
-        usage=usage,
-        stop=stop,
-        logprobs=logprobs,
+        usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        stop=stop_strings(body, "stop"),
+        logprobs=body.get("logprobs") is True,
         template_arguments=template_arguments(body),
         seed=_seed(body),
     )
@@ -237,12 +232,12 @@ def _message(message: dict[str, Any]) -> Message:
     if role is None:
         raise Refused(f"role={str(message['role'])[:50]}: must be {', '.join(ROLES)}")
     fields = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
-    calls = [
-        (call["id"], ToolCall(call["function"]["name"], call["function"]["arguments"]))
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        calls.append(openai_call(call["id"], ToolCall(function["name"], function["arguments"])))
     if calls:
-        fields["tool_calls"] = [openai_call(*call) for call in calls]
+        fields["tool_calls"] = calls
     if role == "assistant":
         fields.pop("name", None)  # a label that the agent has added
     return {"role": role, "content": text_of(message.get("content")), **fields}
@@ -277,21 +272,10 @@ def streamed(
         message = _assistant_message(answer)
         for number, call in enumerate(message.get("tool_calls", ())):
             call["index"] = number
-        yield {
-            **head,
-            "choices": [
-                {
-                    "index": index,
-                    "delta": message,
-                    "finish_reason": None,
-                    "logprobs": _logprobs(values),
-                }
-            ],
-        }
-        yield {
-            **head,
-            "choices": [{"index": index, "delta": {}, "finish_reason": answer.finish_reason}],
-        }
+        choice = {"index": index, "delta": message, "finish_reason": None}
+        yield {**head, "choices": [{**choice, "logprobs": _logprobs(values)}]}
+        choice = {"index": index, "delta": {}, "finish_reason": answer.finish_reason}
+        yield {**head, "choices": [choice]}
     if usage:
         yield {**head, "choices": [], "usage": _usage(answers)}
 
@@ -301,12 +285,11 @@ def _head(name: str, model: str, kind: str) -> dict[str, Any]:
 
 
 def _assistant_message(answer: Answer) -> dict[str, Any]:
-    calls = [openai_call(*call) for call in answer.calls]
-    return {
-        "role": "assistant",
-        "content": answer.content or ("" if not calls else None),
-        **({"tool_calls": calls} if calls else {}),
-    }
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [openai_call(*call) for call in answer.calls]
+    return message
 
 
 def _logprobs(values: Sequence[tuple[str, float]] | None) -> dict[str, Any] | None:

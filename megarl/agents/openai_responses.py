@@ -92,10 +92,8 @@ def read_request(body: dict[str, Any]) -> ResponsesRequest:
     items = [{"role": "user", "content": content}] if isinstance(content, str) else content
     return ResponsesRequest(
         messages=[message for item in items for message in _messages(item)],
-        instructions=_string(body, "instructions") if body.get("instructions") else "",
-        previous=_string(body, "previous_response_id")
-        if body.get("previous_response_id")
-        else None,
+        instructions=_string_or_none(body, "instructions") or "",
+        previous=_string_or_none(body, "previous_response_id"),
         tools=[] if choice == "none" else [*map(_tool, body.get("tools") or [])],
         max_tokens=whole_number(body, "max_output_tokens"),
         stop=stop_strings(body, "stop"),  # not in OpenAI's interface, but in that of other servers
@@ -132,21 +130,12 @@ def _messages(item: dict[str, Any]) -> list[Message]:
         return [{"role": role, "content": text_of(item["content"], "input_text", "output_text")}]
     if kind == "function_call":
         call = ToolCall(_string(item, "name"), _string(item, "arguments"))
-        return [
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [openai_call(_string(item, "call_id"), call)],
-            }
-        ]
+        calls = [openai_call(_string(item, "call_id"), call)]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}]
     if kind == "function_call_output":
-        return [
-            {
-                "role": "tool",
-                "tool_call_id": _string(item, "call_id"),
-                "content": text_of(item["output"], "input_text", "output_text"),
-            }
-        ]
+        call_id = _string(item, "call_id")
+        content = text_of(item["output"], "input_text", "output_text")
+        return [{"role": "tool", "tool_call_id": call_id, "content": content}]
     if kind != "reasoning":
         raise Refused(
             f"input: an item of type {str(kind)[:50]}: only message, function_call and "
@@ -166,20 +155,23 @@ def _string(item: dict[str, Any], name: str) -> str:
     return item[name]
 
 
+def _string_or_none(body: dict[str, Any], name: str) -> str | None:
+    return _string(body, name) if body.get(name) else None
+
+
 def conversation(episode: Episode, request: ResponsesRequest) -> list[Message]:
     """All messages of the conversation so far, without the instructions. Raises Refused."""
+    messages = _joined(request.messages, episode.first_calls)
     if request.previous is None:
-        return _joined(request.messages, episode.first_calls)
-    if request.previous not in episode.stored_conversations:
+        return messages
+    stored = episode.stored_conversations.get(request.previous)
+    if stored is None:
         raise Refused(
             f"Previous response with id '{request.previous[:100]}' not found.",
             "previous_response_not_found",
             404,
         )
-    return [
-        *episode.stored_conversations[request.previous].messages,
-        *_joined(request.messages, episode.first_calls),
-    ]
+    return [*stored.messages, *messages]
 
 
 def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Message]:
@@ -233,13 +225,12 @@ def keep(
         "content": answer.content,
         "tool_calls": [openai_call(*call) for call in answer.calls],
     }
-    episode.stored_conversations[f"resp_{name}"] = StoredConversation(
+    conversations = episode.stored_conversations
+    conversations[f"resp_{name}"] = StoredConversation(
         [*messages, turn], len(str(request.messages))
     )
-    while (
-        sum(stored.letters for stored in episode.stored_conversations.values()) > _MOST_KEPT_LETTERS
-    ):
-        del episode.stored_conversations[next(iter(episode.stored_conversations))]
+    while sum(stored.letters for stored in conversations.values()) > _MOST_KEPT_LETTERS:
+        del conversations[next(iter(conversations))]
 
 
 def written(
@@ -291,28 +282,28 @@ def _items(
             }
         )
     for number, (call_id, call) in enumerate(answer.calls):
-        about = {
-            "type": "function_call",
-            "id": f"fc_{name}_{number}",
-            "call_id": call_id,
-            "status": "completed",
-        }
-        items.append({**about, "name": call.name, "arguments": call.arguments})
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{name}_{number}",
+                "call_id": call_id,
+                "status": "completed",
+                "name": call.name,
+                "arguments": call.arguments,
+            }
+        )
     return items
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
     prompt = answer.prompt_tokens
     sampled = len(answer.completion.token_ids)
-    details = {
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
     return {
         "input_tokens": prompt,
         "output_tokens": sampled,
         "total_tokens": prompt + sampled,
-        **details,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -321,15 +312,13 @@ def streamed(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The finished answer as events (name, data). Each text and each call is one piece."""
     response = written(answer, logprobs, name, request)
-    initial = {
-        "response": {
-            **response,
-            "status": "in_progress",
-            "incomplete_details": None,
-            "output": [],
-            "usage": None,
-        }
+    nothing_yet = {
+        "status": "in_progress",
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
     }
+    initial = {"response": {**response, **nothing_yet}}
     events: list[tuple[str, dict[str, Any]]] = [
         ("response.created", initial),
         ("response.in_progress", initial),
@@ -338,9 +327,8 @@ def streamed(
         item_events = _of_text(item) if item["type"] == "message" else _of_call(item)
         events += [(kind, {"output_index": index, **data}) for kind, data in item_events]
     events.append((f"response.{response['status']}", {"response": response}))
-    yield from (
-        (kind, {"sequence_number": number, **data}) for number, (kind, data) in enumerate(events)
-    )
+    for number, (kind, data) in enumerate(events):
+        yield kind, {"sequence_number": number, **data}
 
 
 def _of_text(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -348,11 +336,9 @@ def _of_text(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     place = {"item_id": item["id"], "content_index": 0}
     yield "response.output_item.added", {"item": {**item, "status": "in_progress", "content": []}}
     yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
-    yield (
-        "response.output_text.delta",
-        {**place, "delta": part["text"], "logprobs": part["logprobs"]},
-    )
-    yield "response.output_text.done", {**place, "text": part["text"], "logprobs": part["logprobs"]}
+    whole = {**place, "logprobs": part["logprobs"]}
+    yield "response.output_text.delta", {**whole, "delta": part["text"]}
+    yield "response.output_text.done", {**whole, "text": part["text"]}
     yield "response.content_part.done", {**place, "part": part}
     yield "response.output_item.done", {"item": item}
 
@@ -362,8 +348,6 @@ def _of_call(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     arguments = item["arguments"]
     yield "response.output_item.added", {"item": {**item, "status": "in_progress", "arguments": ""}}
     yield "response.function_call_arguments.delta", {**place, "delta": arguments}
-    yield (
-        "response.function_call_arguments.done",
-        {**place, "name": item["name"], "arguments": arguments},
-    )
+    done = {**place, "name": item["name"], "arguments": arguments}
+    yield "response.function_call_arguments.done", done
     yield "response.output_item.done", {"item": item}

@@ -125,20 +125,12 @@ class Player(ABC):
         `player_metrics`: the metrics of its player.
         """
         kinds = [failure.kind for failure in score.failures if failure.part == self._part]
-        return EpisodeResult(
-            episode.tree,
-            score,
-            {
-                **player_metrics,
-                **episode.metrics(),
-                **{f"failed_{kind}": float(kind in kinds) for kind in self.failures},
-            },
-        )
+        failed = {f"failed_{kind}": float(kind in kinds) for kind in self.failures}
+        return EpisodeResult(episode.tree, score, player_metrics | episode.metrics() | failed)
 
     def failure_score(self, kind: str, reason: str, errors: str = "") -> Score:
-        return Score(
-            self.on_crash, failures=[Failure(kind, short(reason, errors), part=self._part)]
-        )
+        failure = Failure(kind, short(reason, errors), part=self._part)
+        return Score(self.on_crash, failures=[failure])
 
     @property
     def _part(self) -> str:
@@ -147,21 +139,14 @@ class Player(ABC):
     def log_failure(self, prompt: Prompt, reason: str, errors: str = "") -> None:
         """Writes a failure to the log, up to a limit."""
         self._log_count += 1
-        if self._log_count <= _MOST_LOGGED:
-            notice = (
-                "; further failures are not written, but counted (rollout/failed_…)"
-                if self._log_count == _MOST_LOGGED
-                else ""
-            )
-            print(
-                "\n".join(
-                    [
-                        f"prompt {prompt.ordinal}: {self.name} failed: {reason}{notice}",
-                        *([errors] if errors else []),
-                    ]
-                ),
-                flush=True,
-            )
+        if self._log_count > _MOST_LOGGED:
+            return
+        message = f"prompt {prompt.ordinal}: {self.name} failed: {reason}"
+        if self._log_count == _MOST_LOGGED:
+            message += "; further failures are not written, but counted (rollout/failed_…)"
+        if errors:
+            message += f"\n{errors}"
+        print(message, flush=True)
 
 
 def check_on_crash(on_crash: float) -> None:
@@ -194,6 +179,4 @@ def numbers(report: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, fl
     named = len(report) <= MOST_METRICS and all(map(_METRIC.fullmatch, report))
     if "reward" not in values or len(values) < len(report) or not named:
         raise NoReward(otherwise)
-    return Score(values["reward"]), {
-        name: value for name, value in values.items() if name != "reward"
-    }
+    return Score(values.pop("reward")), values

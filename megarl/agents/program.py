@@ -81,13 +81,12 @@ class Program(Player):
             kind = jail.kind_for(sandbox)
         except ConfigError as error:
             problems += [f"rollout.args.{problem}" for problem in error.problems]
-        paths = {"folder": [folder] if folder else [], "readable": readable}
-        problems += [
-            f"rollout.args.{key}={path}: there is no such path"
-            for key, all_ in paths.items()
-            for path in all_
-            if not Path(path).exists()
-        ]
+        paths = [("readable", path) for path in readable]
+        if folder:
+            paths.insert(0, ("folder", folder))
+        for key, path in paths:
+            if not Path(path).exists():
+                problems.append(f"rollout.args.{key}={path}: there is no such path")
         problems += problems_of(lambda: check_on_crash(on_crash))
         if problems:
             raise ConfigError(problems)
@@ -179,9 +178,8 @@ class Program(Player):
             reason = self.unanswered(prompt, episode, ended.reason, ended.errors)
         if not kind:
             try:
-                return self.result_of(
-                    episode, *await self._score(context, prompt, episode, ended, index)
-                )
+                score, metrics = await self._score(context, prompt, episode, ended, index)
+                return self.result_of(episode, score, metrics)
             except NoReward as error:
                 kind = "reward"
                 reason = str(error)
@@ -271,10 +269,10 @@ class Program(Player):
 
         Only programs that score themselves get the answer: others could show it to the policy.
         """
-        grading_fields = (
-            {"answer": prompt.answer, "row": prompt.row} if self._reward == PROGRAM else {}
-        )
-        return json.dumps({"prompt": prompt.text, **grading_fields}, default=str) + "\n"
+        fields: dict[str, Any] = {"prompt": prompt.text}
+        if self._reward == PROGRAM:
+            fields |= {"answer": prompt.answer, "row": prompt.row}
+        return json.dumps(fields, default=str) + "\n"
 
     async def _score(
         self,
@@ -314,13 +312,13 @@ def score_of_output(output: str) -> tuple[Score, dict[str, float]]:
         value = json.loads(line)
     except (ValueError, RecursionError):
         value = None
+    report = value if isinstance(value, dict) else {"reward": value}
     form = (
         f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, "
         "digits and _"
     )
     return numbers(
-        value if isinstance(value, dict) else {"reward": value},
-        f"its last line of output is neither a reward nor {form}: {line[:200]!r}",
+        report, f"its last line of output is neither a reward nor {form}: {line[:200]!r}"
     )
 
 
@@ -330,8 +328,7 @@ def script_of(command: list[str]) -> str:
     """
     if not _INTERPRETER.fullmatch(Path(command[0]).name) or len(command) < 2:
         return ""
-    return (
-        ""
-        if command[1].startswith("-") or "{prompt}" in command[1] or command[1] == "run"
-        else command[1]
-    )
+    script = command[1]
+    if script.startswith("-") or "{prompt}" in script or script == "run":
+        return ""
+    return script

@@ -13,7 +13,6 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import socket
 import threading
@@ -21,7 +20,7 @@ import time
 import urllib.parse
 
 from inside_openenv_episodes import FULL, Hub, code_of, play
-from inside_serving import Mistake, check_module, main, shown
+from inside_serving import Mistake, check_module, main, shown, write_lines
 
 _URL = re.compile(r"(http|ws)s?://[^/\s]+.*")
 _APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
@@ -170,12 +169,9 @@ def write_rows(hub, files):
     request = hub.request
     summary = []
     seeds = 0
-    system = (
-        [{"role": "system", "content": request["system_prompt"]}]
-        if request["system_prompt"]
-        else []
-    )
-    prompt = [*system, {"role": "user", "content": request["instructions"]}]
+    prompt = [{"role": "user", "content": request["instructions"]}]
+    if request["system_prompt"]:
+        prompt.insert(0, {"role": "system", "content": request["system_prompt"]})
     for split, file in files.items():
         source = request["rows"].get(split)
         if source is None:
@@ -184,17 +180,13 @@ def write_rows(hub, files):
                 "split of the environment's tasks"
             )
         if isinstance(source, str):
-            resets = [
-                {"split": source, "index": index} for index in range(_number_of_tasks(hub, source))
-            ]
+            tasks = range(_number_of_tasks(hub, source))
+            resets = [{"split": source, "index": index} for index in tasks]
         else:
             resets = [{"seed": seed} for seed in range(seeds, seeds + source)]
             seeds += source
-        with open(file, "w", encoding="utf-8") as out:
-            out.writelines(
-                json.dumps({"prompt": prompt, "reset": reset}) + "\n" for reset in resets
-            )
-        summary.append(f"{file}: {len(resets)} rows\n")
+        rows = [{"prompt": prompt, "reset": reset} for reset in resets]
+        summary.append(write_lines(file, rows))
     return summary
 
 
@@ -214,12 +206,9 @@ def _json(url, body=None):
     """Raises Mistake."""
     import httpx
 
+    method = "GET" if body is None else "POST"
     try:
-        answer = (
-            httpx.get(url, timeout=60.0)
-            if body is None
-            else httpx.post(url, json=body, timeout=60.0)
-        )
+        answer = httpx.request(method, url, json=body, timeout=60.0)
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, ValueError) as error:

@@ -161,11 +161,9 @@ def _least_loaded(hub):
 def _begin(prompt, start):
     """The row's messages, with the first observation at the end of the user's last text."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-    last = (
-        messages.pop()
-        if messages and messages[-1]["role"] == "user"
-        else {"role": "user", "content": ""}
-    )
+    last = {"role": "user", "content": ""}
+    if messages and messages[-1]["role"] == "user":
+        last = messages.pop()
     text = last["content"]
     if isinstance(text, list):  # parts, which are texts
         text = "".join(part["text"] for part in text)
@@ -194,17 +192,15 @@ async def _answer(hub, session, course, message):
     Empty if it calls no tool, which ends the episode. Calls after the end are ignored.
     """
     if not hub.tools:
-        text, _ = await _step(
-            hub, session, course, {hub.request["text_field"]: message.get("content") or ""}
-        )
+        action = {hub.request["text_field"]: message.get("content") or ""}
+        text, _ = await _step(hub, session, course, action)
         return [{"role": "user", "content": text}]
     answers = []
     for call in message.get("tool_calls") or ():
         if not course.ended:
             function = call["function"]
-            answer = await _call(
-                hub, session, course, function["name"], json.loads(function["arguments"])
-            )
+            arguments = json.loads(function["arguments"])
+            answer = await _call(hub, session, course, function["name"], arguments)
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": answer})
     return answers
 
@@ -216,9 +212,8 @@ async def _call(hub, session, course, name, arguments):
     """
     if not hub.by_mcp:
         return (await _step(hub, session, course, arguments))[0]
-    text, observation = await _step(
-        hub, session, course, {"type": "call_tool", "tool_name": name, "arguments": arguments}
-    )
+    action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+    text, observation = await _step(hub, session, course, action)
     # otherwise it is an ordinary field of the observation
     error = observation.get("error")
     if isinstance(error, dict):
@@ -262,11 +257,10 @@ def _text(observation, fields):
     A single text is shown as it is.
     """
     if fields is None:
-        shown_fields = {
-            name: value
-            for name, value in observation.items()
-            if name != "metadata" and value not in (None, "", [], {})
-        }
+        shown_fields = {}
+        for name, value in observation.items():
+            if name != "metadata" and value not in (None, "", [], {}):
+                shown_fields[name] = value
     else:
         shown_fields = {name: observation[name] for name in fields if name in observation}
     values = list(shown_fields.values())

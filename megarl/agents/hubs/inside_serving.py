@@ -78,6 +78,14 @@ def _do(request, look, load, write_rows, play):
     replies.flush()
 
 
+def write_lines(file, rows):
+    """Writes rows as JSON, one a line. Returns a line about the file."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    with open(file, "w", encoding="utf-8") as out:
+        out.writelines(lines)
+    return f"{file}: {len(lines)} rows\n"
+
+
 async def within(end, request, coroutine) -> Any:
     """The coroutine's result, or the reason of its failure: its exception, or that it took until
     `end`. An environment may itself raise TimeoutError and CancelledError, for example if it calls
@@ -88,11 +96,10 @@ async def within(end, request, coroutine) -> Any:
     if late:
         task.cancel()
         await asyncio.wait({task})
-    error = (
-        asyncio.CancelledError("the episode has been cancelled from inside")
-        if task.cancelled()
-        else task.exception()
-    )
+    if task.cancelled():
+        error = asyncio.CancelledError("the episode has been cancelled from inside")
+    else:
+        error = task.exception()
     if late:
         return {"kind": "deadline", "error": f"it took longer than {request['deadline_s']:g} s"}
     return {"kind": "environment", "error": shown(error)} if error else task.result()
@@ -120,18 +127,19 @@ def metrics_of(values):
 
     A reward function may be called `reward`, though its value is not the reward of the episode.
     """
-    metrics = {
-        re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in values.items()
-    }
-    return {"reward_" if name == "reward" else name: value for name, value in metrics.items()}
+    metrics = {}
+    for name, value in values.items():
+        metric = re.sub(r"\W", "_", str(name), flags=re.ASCII)
+        metrics["reward_" if metric == "reward" else metric] = value
+    return metrics
 
 
 def shown(error):
     cause = error.__cause__
-    return (
-        f"{type(error).__name__}: {error}"
-        + (f" (from {type(cause).__name__}: {cause})" if cause else "")
-    )[:SAID]
+    message = f"{type(error).__name__}: {error}"
+    if cause:
+        message += f" (from {type(cause).__name__}: {cause})"
+    return message[:SAID]
 
 
 def _fitting(outcome):
@@ -168,12 +176,8 @@ async def _serve(play, requests, replies):
         replies.flush()
 
     async def answer(request):
-        say(
-            {
-                "id": request["id"],
-                "episodes": [_fitting(outcome) for outcome in await play(request)],
-            }
-        )
+        outcomes = await play(request)
+        say({"id": request["id"], "episodes": list(map(_fitting, outcomes))})
 
     def read():
         for line in requests:

@@ -13,14 +13,23 @@ import copy
 import importlib
 import importlib.machinery
 import importlib.util
-import json
 import logging
 import os
 import sys
 import time
 
 import inside_verifiers_v1 as v1
-from inside_serving import SAID, Mistake, check_module, main, metrics_of, policy_of, shown, within
+from inside_serving import (
+    SAID,
+    Mistake,
+    check_module,
+    main,
+    metrics_of,
+    policy_of,
+    shown,
+    within,
+    write_lines,
+)
 
 _CLEANING_S = 5.0
 _failed_functions = contextvars.ContextVar("reward functions that have failed")
@@ -54,12 +63,11 @@ def _is_v1():
     """
     spec = importlib.machinery.PathFinder.find_spec("verifiers", sys.path[1:])
     places = spec.submodule_search_locations or () if spec else ()
-    inside = {
-        inner
-        for place in places
-        for inner in ("envs", "legacy", "v1")
-        if os.path.isdir(os.path.join(place, inner))
-    }
+    inside = set()
+    for place in places:
+        for inner in ("envs", "legacy", "v1"):
+            if os.path.isdir(os.path.join(place, inner)):
+                inside.add(inner)
     return inside == {"v1"}
 
 
@@ -69,11 +77,12 @@ def load(request):
     import verifiers as vf
 
     try:
-        make = getattr(importlib.import_module(module), attribute) if attribute else None
-        load_it = vf.load_environment  # pyright: ignore[reportAttributeAccessIssue]
-        environment = (
-            make(**request["args"]) if make else load_it(request["environment"], **request["args"])
-        )
+        if attribute:
+            make = getattr(importlib.import_module(module), attribute)
+            environment = make(**request["args"])
+        else:
+            make = vf.load_environment  # pyright: ignore[reportAttributeAccessIssue]
+            environment = make(request["environment"], **request["args"])
     except Exception as error:  # whatever the environment raises
         raise Mistake(f"it cannot be loaded: {shown(error)}") from error
     if not isinstance(environment, vf.Environment):  # pyright: ignore[reportAttributeAccessIssue]
@@ -95,16 +104,12 @@ def write_rows(environment, files):
     datasets = {"train": environment.get_dataset, "eval": environment.get_eval_dataset}
     for split, file in files.items():
         try:
-            rows = datasets[split]()
-            lines = [
-                json.dumps({name: value for name, value in row.items() if value is not None})
-                for row in rows
-            ]
+            rows = []
+            for row in datasets[split]():
+                rows.append({name: value for name, value in row.items() if value is not None})
+            summary.append(write_lines(file, rows))
         except Exception as error:
             raise Mistake(f"its {split} rows cannot be had: {shown(error)}") from error
-        with open(file, "w", encoding="utf-8") as out:
-            out.writelines(f"{line}\n" for line in lines)
-        summary.append(f"{file}: {len(lines)} rows\n")
     return summary
 
 
@@ -116,10 +121,11 @@ async def play(environment, request):
         *(_episode(environment, request, episode, end) for episode in request["episodes"])
     )
     states = [state for state, error in runs if error is None]
-    scoring = (
-        [_scored(environment.rubric.score_rollout, state) for state in states] if alone else []
-    )
-    scoring += [_scored(environment.rubric.score_group, states)] if states and not alone else []
+    scoring = []
+    if alone:
+        scoring = [_scored(environment.rubric.score_rollout, state) for state in states]
+    elif states:
+        scoring = [_scored(environment.rubric.score_group, states)]
     scoring_failures = await asyncio.gather(
         *(within(end, request, coroutine) for coroutine in scoring)
     )
@@ -151,11 +157,9 @@ async def _episode(environment, request, episode, end):
             state = await environment.rollout(
                 copy.deepcopy(request["row"]), _client(native), request["model"], {}
             )
-        return (
-            {"kind": "environment", "error": shown(state["error"])}
-            if state.get("error") is not None
-            else None
-        )
+        if state.get("error") is None:
+            return None
+        return {"kind": "environment", "error": shown(state["error"])}
 
     error = await within(end, request, run())
     return state, error

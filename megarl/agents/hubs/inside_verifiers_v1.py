@@ -13,13 +13,12 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
 import time
 import uuid
 from typing import Any
 
-from inside_serving import Mistake, check_module, metrics_of, shown, within
+from inside_serving import Mistake, check_module, metrics_of, shown, within, write_lines
 
 _CLEANING_S = 10.0
 _SPLIT_FIELDS = "include, exclude, shuffle, seed, skip, limit and taskset"
@@ -97,14 +96,12 @@ def write_rows(loaded, files):
     summary = []
     for split, file in files.items():
         try:
-            lines = [json.dumps(_row(loaded, task)) for task in _tasks(loaded, split)]
+            rows = [_row(loaded, task) for task in _tasks(loaded, split)]
+            summary.append(write_lines(file, rows))
         except Mistake:
             raise
         except Exception as error:
             raise Mistake(f"its {split} rows cannot be had: {_line(error)}") from error
-        with open(file, "w", encoding="utf-8") as out:
-            out.writelines(f"{line}\n" for line in lines)
-        summary.append(f"{file}: {len(lines)} rows\n")
     return summary
 
 
@@ -140,12 +137,11 @@ def _row(loaded, task):
     prompt = (
         data.get("prompt") or data.get("description") or data.get("name") or f"task {task.data.idx}"
     )
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    system = (
-        [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
-    )
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    if data.get("system_prompt"):
+        messages.insert(0, {"role": "system", "content": data["system_prompt"]})
     row = {
-        "prompt": [*system, *messages],
+        "prompt": messages,
         "taskset": loaded.taskset,
         "hash": task.hash,
         "task": data,

@@ -8,18 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.agents.hubs.rollout import (
-    LOOK_S,
-    Count,
-    HubRollout,
-    Interpreter,
-    Positive,
-    Seconds,
-    Share,
-    Worker,
-)
-from megarl.agents.player import check_on_crash
-from megarl.config.errors import ConfigError, problems_of
+from megarl.agents.hubs.rollout import Count, HubRollout, Interpreter, Positive, Seconds, Share
+from megarl.config.errors import ConfigError
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.tool_parsers import find_parser
@@ -72,11 +62,7 @@ class OpenEnv(HubRollout):
             "rows": rows,
         }
         interpreter = _interpreter(server, request, python, folder, variables)
-        problems = problems_of(
-            lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)
-        )
-        if problems:
-            raise ConfigError(problems)
+        interpreter.check(on_crash)
         super().__init__(
             rollout="openenv",
             name=f"the environment {', '.join(_listed(server))}",
@@ -85,9 +71,7 @@ class OpenEnv(HubRollout):
                 tokenizer, "rollout.name=openenv", "conversations cannot be rendered without one"
             ),
             parser=find_parser(tool_parser, "rollout.args.tool_parser"),
-            worker=Worker(
-                interpreter.command("serve"), interpreter.variables(), memory_mib, start_s
-            ),
+            worker=interpreter.worker(memory_mib, start_s),
             deadline_s=deadline_s,
             on_crash=on_crash,
             max_calls=max_calls,
@@ -106,20 +90,19 @@ def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
     """
     limit_s = arguments.get("start_s", 300.0)
     request = {
-        name: arguments.get(name, default)
-        for name, default in (("rows", _ROWS), ("system_prompt", ""), ("instructions", ""))
-    }
-    interpreter_settings = {
-        name: arguments[name] for name in ("python", "folder", "variables") if name in arguments
+        "rows": arguments.get("rows", _ROWS),
+        "system_prompt": arguments.get("system_prompt", ""),
+        "instructions": arguments.get("instructions", ""),
+        "start_s": limit_s,
     }
     interpreter = _interpreter(
         arguments["server"],
-        {**request, "start_s": limit_s},
-        **{"python": "python", "folder": None, "variables": {}, **interpreter_settings},
+        request,
+        python=arguments.get("python", "python"),
+        folder=arguments.get("folder"),
+        variables=arguments.get("variables", {}),
     )
-    return interpreter.run(
-        "rows", limit_s, files={split: str(path.absolute()) for split, path in files.items()}
-    )
+    return interpreter.write_rows(files, limit_s)
 
 
 def _listed(server: str | list[str]) -> list[str]:

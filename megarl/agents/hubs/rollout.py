@@ -22,9 +22,9 @@ from msgspec import Meta
 
 from megarl.agents.endpoint import MODEL
 from megarl.agents.episode import Episode, EpisodeResult
-from megarl.agents.player import MOST_METRICS, NoReward, Player, numbers
+from megarl.agents.player import MOST_METRICS, NoReward, Player, check_on_crash, numbers
 from megarl.base.rollout_types import UNANSWERED, Prompt
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, problems_of
 from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox.jail import descendants
@@ -137,10 +137,9 @@ class Worker:
         other threads run.
         """
         _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
-        limit_bytes = min(
-            self.memory_mib << 20,
-            _NO_LIMIT_BYTES if most_bytes == resource.RLIM_INFINITY else most_bytes,
-        )
+        if most_bytes == resource.RLIM_INFINITY:
+            most_bytes = _NO_LIMIT_BYTES
+        limit_bytes = min(self.memory_mib << 20, most_bytes)
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             resource.prlimit(pid, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
@@ -199,7 +198,8 @@ class Worker:
             task.cancel()
         errors = process.errors.decode(errors="replace").strip()
         process.end_reason = reason or f"it ended with status {status}"
-        process.end_reason += f"; the end of its errors:\n{errors}" if errors else ""
+        if errors:
+            process.end_reason += f"; the end of its errors:\n{errors}"
         process.ready.set()
         for answer in process.waiting.values():
             if not answer.done():
@@ -257,10 +257,30 @@ class Interpreter:
         ]
 
     def variables(self) -> dict[str, str]:
-        paths = [os.path.abspath(self._folder)] if self._folder else []
-        paths += [self._variables["PYTHONPATH"]] if "PYTHONPATH" in self._variables else []
-        python_path = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
-        return variables_for(self._python, {**self._variables, **python_path})
+        variables = dict(self._variables)
+        if self._folder:
+            paths = [os.path.abspath(self._folder)]
+            if "PYTHONPATH" in variables:
+                paths.append(variables["PYTHONPATH"])
+            variables["PYTHONPATH"] = os.pathsep.join(paths)
+        return variables_for(self._python, variables)
+
+    def check(self, on_crash: float) -> None:
+        """Raises ConfigError with all problems of `on_crash` and of what the request needs."""
+        problems = problems_of(lambda: check_on_crash(on_crash), lambda: self.run("look", LOOK_S))
+        if problems:
+            raise ConfigError(problems)
+
+    def worker(self, memory_mib: int, start_s: float) -> Worker:
+        return Worker(self.command("serve"), self.variables(), memory_mib, start_s)
+
+    def write_rows(self, files: dict[str, Path], limit_s: float) -> str:
+        """Writes rows to `files`, split ("train", "eval") -> file. Returns how many.
+
+        Raises ConfigError.
+        """
+        paths = {split: str(path.absolute()) for split, path in files.items()}
+        return self.run("rows", limit_s, files=paths)
 
     def run(self, do: str, limit_s: float, **fields: Any) -> str:
         """The program's output.
@@ -412,13 +432,10 @@ class HubRollout(Player):
         if not kind:
             reward = {"reward": report["reward"], **report["metrics"]}
             form = f"finite numbers, with at most {MOST_METRICS} names"
+            message = f"its reward and metrics are not all {form}: {str(reward)[:200]}"
             try:
-                return self.result_of(
-                    episode,
-                    *numbers(
-                        reward, f"its reward and metrics are not all {form}: {str(reward)[:200]}"
-                    ),
-                )
+                score, metrics = numbers(reward, message)
+                return self.result_of(episode, score, metrics)
             except NoReward as error:
                 kind = "reward"
                 reason = str(error)

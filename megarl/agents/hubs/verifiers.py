@@ -7,18 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.agents.hubs.rollout import (
-    LOOK_S,
-    Count,
-    HubRollout,
-    Interpreter,
-    Positive,
-    Seconds,
-    Share,
-    Worker,
-)
-from megarl.agents.player import check_on_crash
-from megarl.config.errors import ConfigError, problems_of
+from megarl.agents.hubs.rollout import Count, HubRollout, Interpreter, Positive, Seconds, Share
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.tool_parsers import find_parser
@@ -57,11 +46,7 @@ class Verifiers(HubRollout):
         environment.
         """
         interpreter = _interpreter(python, environment, args, rows, folder, variables)
-        problems = problems_of(
-            lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)
-        )
-        if problems:
-            raise ConfigError(problems)
+        interpreter.check(on_crash)
         super().__init__(
             rollout="verifiers",
             name=f"the environment {environment}",
@@ -70,9 +55,7 @@ class Verifiers(HubRollout):
                 tokenizer, "rollout.name=verifiers", "conversations cannot be rendered without one"
             ),
             parser=find_parser(tool_parser, "rollout.args.tool_parser"),
-            worker=Worker(
-                interpreter.command("serve"), interpreter.variables(), memory_mib, start_s
-            ),
+            worker=interpreter.worker(memory_mib, start_s),
             deadline_s=deadline_s,
             on_crash=on_crash,
             max_calls=max_calls,
@@ -89,19 +72,15 @@ def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
 
     Args: arguments: rollout.args.
     """
-    settings = {
-        name: arguments[name]
-        for name in ("python", "environment", "args", "rows", "folder", "variables")
-        if name in arguments
-    }
     interpreter = _interpreter(
-        **{"python": "python", "args": {}, "rows": {}, "folder": None, "variables": {}, **settings}
+        python=arguments.get("python", "python"),
+        environment=arguments["environment"],
+        args=arguments.get("args", {}),
+        rows=arguments.get("rows", {}),
+        folder=arguments.get("folder"),
+        variables=arguments.get("variables", {}),
     )
-    return interpreter.run(
-        "rows",
-        arguments.get("start_s", 300.0),
-        files={split: str(path.absolute()) for split, path in files.items()},
-    )
+    return interpreter.write_rows(files, arguments.get("start_s", 300.0))
 
 
 def _interpreter(
