@@ -193,8 +193,9 @@ class WeightsReceiver:
         with executor.trace.span(
             f"look again at weights {executor.version}", track="weights"
         ) as span_values:
-            engines = await self._sessions.look_again(executor.fleet, executor.version)
-            span_values["engines"] = [engine.number for engine in engines]
+            span_values["engines"] = await self._sessions.look_again(
+                executor.fleet, executor.version
+            )
         print(
             f"engines {span_values['engines']} hold what the audit of version {executor.version} "
             "found in them",

@@ -128,9 +128,9 @@ class EngineSessions:
                     )
                 return Session(members, update, opened, grant, opens=not memory_is_open)
 
-    async def look_again(self, fleet: Fleet, version: Version) -> list[Engine]:
+    async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
         """Compares the memory of all engines that serve `version` with the findings of the last
-        audit. Returns these engines, without those lost meanwhile. Raises AuditError.
+        audit. Returns the numbers of these engines, without those lost meanwhile. Raises AuditError.
 
         Connects to all of them anew, since those that came back were opened in separate sessions.
         """
@@ -146,7 +146,7 @@ class EngineSessions:
             await session.look_again()
             for error in workers.lost.values():
                 fleet.lose(error)
-        return [engine for engine in members if engine.is_serving]
+        return [engine.number for engine in members if engine.is_serving]
 
     async def _try_joining(
         self, fleet: Fleet, joining: Sequence[Engine], trainers: Sequence[Host]
