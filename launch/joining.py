@@ -75,7 +75,7 @@ GROUP_SETTINGS = ("generator.kv_cache_tokens", "generator.mem_fraction")
 @dataclass(frozen=True)
 class RunningRun:
     """A running run, as another command sees it. Its generator answers
-    (megarl.executors.generator).
+    (megarl.executors.engine_calls).
     """
 
     run_dir: str

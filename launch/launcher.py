@@ -57,7 +57,7 @@ from megarl.messaging.rendezvous import (
 from megarl.observe.status import TraceWriter
 from megarl.plan.checks import problems_by_group, repacked_blocks
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import generator_ranks
+from megarl.plan.topologies import generator_ranks, groups_of_run
 
 SMALLEST = 0.97  # of the memory of a GPU's kind: some of it may be kept by the driver
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
@@ -475,17 +475,22 @@ def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[No
 
 def evaluates_apart(plan: RunPlan, job: Job) -> bool:
     """Whether the job has engines that only evaluate, with their own driver."""
-    return job.command == "train" and plan.config.eval.engines > 0
+    return any(fleet.name == EVALUATION for fleet in fleets_of(plan, job))
 
 
 def fleets_of(plan: RunPlan, job: Job) -> list[EngineFleet]:
     """The policy's engines, then engines that only evaluate, then those of each role."""
+    groups = groups_of_run(plan.config) if job.command == "train" else plan.groups
     fleets = [
-        EngineFleet(group.settings.engines, group.settings.tp, key=group.key, first=group.first)
-        for group in plan.groups
+        EngineFleet(
+            engines=group.settings.engines,
+            tp=group.settings.tp,
+            name=group.purpose.value,
+            key=group.key,
+            first=group.first,
+        )
+        for group in groups
     ]
-    if evaluates_apart(plan, job):
-        fleets.append(EngineFleet(plan.config.eval.engines, plan.config.generator.tp, EVALUATION))
     for role in plan.served:
         key = f"roles.{role.name}"
         fleets.append(EngineFleet(role.settings.engines, role.settings.tp, role.name, key))

@@ -30,7 +30,7 @@ from megarl.launch.worker import CORES, PARENT
 from megarl.messaging.host import with_port
 from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import EngineGroup
+from megarl.plan.topologies import EngineGroup, groups_of_run
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL
 from megarl.speculative import plan as speculative
@@ -310,13 +310,13 @@ class NodePart:
         )
 
     def _generator(self, part: EnginePart) -> EngineGroup:
-        """The group, with its settings, of one of the policy's engines.
-
-        Engines that only evaluate have no group.
-        """
-        if part.fleet == POLICY:
-            return self.plan.group_of(part.engine)
-        return EngineGroup("", replace(self.plan.config.generator, groups={}), 0)
+        """The group, with its settings, of one of the engines that get the run's weights."""
+        groups = reversed(groups_of_run(self.plan.config))
+        return next(
+            group
+            for group in groups
+            if group.purpose.value == part.fleet and group.first <= part.engine
+        )
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
         config = self.plan.config

@@ -20,7 +20,7 @@ from megarl.estimate.times import update_bytes_per_s
 from megarl.lora.estimate import adapters_s
 from megarl.plan.checks import refused_by_train
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.topologies import engines_layout, gpus_of_run
+from megarl.plan.topologies import engines_layout, evaluation_group, gpus_of_run
 from megarl.reshard import report as map_report
 from megarl.reshard.forwarding import planned_relays
 from megarl.reshard.layout import Layout, parameter_count, trainer_layout
@@ -61,7 +61,8 @@ def run_plan(
     search_result = None
     optima = None
     base_config = plan.config
-    budget = gpus(plan) + evaluating(plan) if budget is None else budget - served
+    beside = evaluation_group(base_config).topology.world_size
+    budget = gpus(plan) + beside if budget is None else budget - served
     if searching or theory:
         search_result, best = search(base_config, plan.spec, budget)
         optima = compare(search_result, best, plan.spec, budget) if theory else None
@@ -119,7 +120,7 @@ def _role_lines(plan: RunPlan, facts: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"           {group}: {ranks}, {precision}; weights {gib_range(group_facts)} a rank"
             )
-    count = evaluating(plan)
+    count = evaluation_group(plan.config).topology.world_size
     if count:
         ranks = f"{count} rank{'s' * (count > 1)}"
         yield (
@@ -215,19 +216,13 @@ def gpus(plan: RunPlan) -> int:
     return gpus_of_run(plan.config)
 
 
-def evaluating(plan: RunPlan) -> int:
-    """The GPUs of the engines that only evaluate."""
-    return plan.config.eval.engines * plan.config.generator.tp
-
-
 def describe(plan: RunPlan) -> dict[str, Any]:
     """Parallel sizes of the roles, parameters, and bytes of weights per rank, as plain values."""
     trainer, generator = layouts(plan)
     evaluation = {}
-    if plan.config.eval.engines:
-        evaluation = {
-            "evaluation": {"ranks": evaluating(plan), "engines": plan.config.eval.engines}
-        }
+    count = evaluation_group(plan.config).topology.world_size
+    if count:
+        evaluation = {"evaluation": {"ranks": count, "engines": plan.config.eval.engines}}
     return {
         "family": plan.spec.family,
         "dtype": plan.config.model.dtype,

@@ -46,7 +46,9 @@ from megarl.plan.topologies import (
     EngineGroup,
     at_once,
     engine_groups,
+    evaluation_group,
     gpus_of_run,
+    groups_of_run,
     run_ahead,
     trainer_topology,
 )
@@ -234,7 +236,7 @@ def with_kv_caches(
                 generator.groups[name] or GroupConfig(),
                 kv_cache_tokens=_kv_tokens(config, spec, shape, gpu),
             )
-    if not groups or config.eval.engines:  # engines that only evaluate belong to no group
+    if not all(group.name for group in groups_of_run(config)):
         generator = replace(
             generator, kv_cache_tokens=_kv_tokens(config, spec, replace(generator, groups={}), gpu)
         )
@@ -676,7 +678,7 @@ def may_land(config: RunConfig, ranks: int | None = None) -> bool:
     both sides fill several nodes. `ranks`: their number; None: that of the config.
     """
     if ranks is None:
-        ranks = gpus_of_run(config) + config.eval.engines * config.generator.tp
+        ranks = gpus_of_run(config) + evaluation_group(config).topology.world_size
     return ranks > Cluster.of(config).gpus_per_node and config.weights.transport in (
         "auto",
         "mooncake",

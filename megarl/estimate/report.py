@@ -21,7 +21,7 @@ from megarl.estimate.search import (
 )
 from megarl.estimate.theory import Optima
 from megarl.estimate.times import CHANGED, GenerateTime
-from megarl.plan.topologies import engine_groups, generator_ranks
+from megarl.plan.topologies import engine_groups, generator_ranks, groups_of_run
 
 
 def render(
@@ -315,12 +315,11 @@ def render_search(
     """
     settings = result.settings
     m_t = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"]
-    side = with_settings(base_config, settings).generator
+    config = with_settings(base_config, settings)
+    side = config.generator
     groups = engine_groups(side)
     microbatch = settings["trainer.max_tokens_per_microbatch"]
-    gpus_in_use = (
-        m_t * settings["trainer.dp"] + generator_ranks(groups) + side.tp * base_config.eval.engines
-    )
+    gpus_in_use = m_t * settings["trainer.dp"] + generator_ranks(groups_of_run(config))
     if len(groups) == 1:
         engine = groups[0].settings
         precision = groups[0].settings.quantization or "model.dtype"

@@ -56,7 +56,12 @@ from megarl.plan.checks import (
     refused_by_train,
     with_model,
 )
-from megarl.plan.topologies import engine_groups, generator_ranks, trainer_topology
+from megarl.plan.topologies import (
+    engine_groups,
+    evaluation_group,
+    generator_ranks,
+    trainer_topology,
+)
 from megarl.reshard.forwarding import ENGINES
 
 Settings = Mapping[str, Any]  # dotted key -> value
@@ -400,9 +405,8 @@ class Search:
         """
         groups = engine_groups(self.config.generator)
         unit = math.gcd(*(group.settings.engines for group in groups))
-        times = (gpus - self.config.eval.engines * self.config.generator.tp) // (
-            generator_ranks(groups) // unit
-        )
+        free_gpus = gpus - evaluation_group(self.config).topology.world_size
+        times = free_gpus // (generator_ranks(groups) // unit)
         if times < 1:
             return
         settings = {

@@ -25,7 +25,7 @@ from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.evaluation.evaluate import evaluate_sets
 from megarl.evaluation.scores import BEGUN, FAILED, SKIPPED, is_due, note, write_result
-from megarl.executors.generator import show_engines
+from megarl.executors.engine_calls import show_engines
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.fleet import LOOK_UP_S, Fleet, watch_returns
 from megarl.messaging.messages import WeightsApplied, WeightsGrant

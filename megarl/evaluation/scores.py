@@ -24,6 +24,7 @@ from megarl.config.schema import RunConfig
 from megarl.observe.metrics import METRICS_FILE, Row, change_rows, read_metrics
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.plan.resolve import RunPlan
+from megarl.plan.topologies import evaluation_group
 
 
 def is_due(config: RunConfig, version: Version) -> bool:
@@ -48,7 +49,7 @@ def evaluation_plan(plan: RunPlan) -> RunPlan:
     evaluation_config = replace(
         config,
         lora=lora,
-        generator=replace(config.generator, engines=config.eval.engines, groups={}),
+        generator=evaluation_group(config).settings,
         async_=replace(config.async_, partial_rollout="block", chunk_tokens=None),
         weights=replace(config.weights, delta="off"),
         observe=replace(config.observe, probe_every=0),

@@ -35,7 +35,12 @@ from megarl.lora.plan import check_lora, check_lora_groups
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.plan.checkpoints import check_best, check_exported, check_resume
-from megarl.plan.topologies import generator_topology, gpus_per_node, trainer_topology
+from megarl.plan.topologies import (
+    generator_topology,
+    gpus_per_node,
+    groups_of_run,
+    trainer_topology,
+)
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
 from megarl.plan.weights import Weights, check_begun_warm_start, check_warm_start
 from megarl.reshard.forwarding import ENGINES
@@ -62,9 +67,9 @@ def problems_by_group(
     duplicates, named by the keys to change. Each group is checked as if the run had no other
     engines. WHOLE_CHECKS get the whole config.
     """
-    shapes = dict(config.generator.shapes)
-    if config.eval.engines and "" not in shapes:
-        shapes[""] = replace(config.generator, groups={})  # of the engines that only evaluate
+    shapes = {}
+    for group in groups_of_run(config):
+        shapes.setdefault(group.name, group.settings)
     problems: dict[str, None] = {}
     for check in checks:
         if check in WHOLE_CHECKS:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.schema import AsyncConfig, GeneratorConfig, RunConfig, TrainerConfig
+from megarl.messaging.rendezvous import EVALUATION, POLICY
 from megarl.models import ModelSpec
 from megarl.reshard.layout import Layout, generator_layout, side_by_side
 
@@ -33,13 +35,24 @@ def gpus_per_node(config: RunConfig) -> int:
     return config.launch.ranks_per_node or GPUS_PER_NODE
 
 
+class Purpose(Enum):
+    """What engines are for. The values are the prefixes of their processes' names."""
+
+    ROLLOUTS = POLICY
+    EVALUATION = EVALUATION  # they only evaluate (eval.engines)
+
+
 @dataclass(frozen=True)
 class EngineGroup:
-    """Engines of one shape. A run without generator.groups has one group, whose name is empty."""
+    """Engines of one shape and purpose, which get the run's weights.
+
+    A run without generator.groups has one group for rollouts, whose name is empty.
+    """
 
     name: str
     settings: GeneratorConfig  # the generator's, with the group's own
-    first: int  # number of its first engine: engines are numbered group by group
+    first: int  # number of its first engine: engines of a purpose are numbered group by group
+    purpose: Purpose = Purpose.ROLLOUTS
 
     @property
     def topology(self) -> GeneratorTopology:
@@ -65,6 +78,19 @@ def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:
         groups.append(EngineGroup(name, settings, first))
         first += settings.engines
     return tuple(groups)
+
+
+def evaluation_group(config: RunConfig) -> EngineGroup:
+    """The engines that only evaluate, with the generator's settings; there may be none."""
+    settings = replace(config.generator, engines=config.eval.engines, groups={})
+    return EngineGroup("", settings, first=0, purpose=Purpose.EVALUATION)
+
+
+def groups_of_run(config: RunConfig) -> tuple[EngineGroup, ...]:
+    """The groups of all purposes."""
+    groups = engine_groups(config.generator)
+    evaluation = evaluation_group(config)
+    return (*groups, evaluation) if evaluation.settings.engines else groups
 
 
 def engines_layout(

@@ -458,7 +458,7 @@ class Attempt:
                         lambda: trainer.count != known_messages or bool(self.fleet.without_weights)
                     )
                     if self.fleet.without_weights:
-                        await self._join(step)
+                        await self._catch_up(step)
                     batch = self.intake.look(step, self.loop.time())
         except TimeoutError:
             raise Deadlock(
@@ -520,7 +520,7 @@ class Attempt:
             if failed_at is not None:
                 self.tell("generator.0", "away", failed_at, self.loop.time(), f"engine.{index}")
 
-    async def _join(self, version: Version) -> None:
+    async def _catch_up(self, version: Version) -> None:
         """Gives restarted engines the served weights while the trainer waits for a batch."""
         await self._settled()
         members = self.fleet.without_weights

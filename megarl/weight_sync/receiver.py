@@ -132,7 +132,7 @@ class WeightsReceiver:
                 while (
                     not follow_up.done()
                 ):  # it needs engines, and all of them may just be coming back
-                    await self._join_beside(follow_up, executor)
+                    await self._catch_up_beside(follow_up, executor)
                 follow_up.result()
             finally:
                 follow_up.cancel()
@@ -141,7 +141,7 @@ class WeightsReceiver:
             self.settled = executor.version
             executor.pulse.beat()
 
-    async def _join_beside(
+    async def _catch_up_beside(
         self, follow_up: asyncio.Future[None], executor: ServingExecutor
     ) -> None:
         """Waits until `follow_up` is done or an engine has been taken back."""
@@ -149,7 +149,7 @@ class WeightsReceiver:
         try:
             await asyncio.wait({follow_up, offer}, return_when=asyncio.FIRST_COMPLETED)
             if offer.done():
-                await self._join(executor, offer.result().version)
+                await self._catch_up(executor, offer.result().version)
         finally:
             offer.cancel()
 
@@ -165,7 +165,7 @@ class WeightsReceiver:
         Until it comes, serves offers for engines that have come back.
         """
         while (offered := await self._offers.next(executor.version)).version == executor.version:
-            await self._join(executor, offered.version)
+            await self._catch_up(executor, offered.version)
         version = offered.version
         self._busy = True
         with executor.trace.span(f"take weights {version}", track="weights"):
@@ -193,8 +193,9 @@ class WeightsReceiver:
         with executor.trace.span(
             f"look again at weights {executor.version}", track="weights"
         ) as span_values:
-            engines = await self._sessions.look_again(executor.fleet, executor.version)
-            span_values["engines"] = [engine.number for engine in engines]
+            span_values["engines"] = await self._sessions.look_again(
+                executor.fleet, executor.version
+            )
         print(
             f"engines {span_values['engines']} hold what the audit of version {executor.version} "
             "found in them",
@@ -215,13 +216,15 @@ class WeightsReceiver:
             answer = LookedAgain(obstacle=str(error))
         self._link.send(sender, answer)
 
-    async def _join(self, executor: ServingExecutor, version: Version) -> None:
+    async def _catch_up(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version` into engines that have come back, while the other engines serve it."""
         fleet = executor.fleet
         self._busy = True
         numbers = sorted(engine.number for engine in fleet.without_weights)
         with executor.trace.span(f"weights {version} for engines {numbers}", track="weights"):
-            session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
+            session = await self._sessions.open(
+                fleet, self._hosts, version, version, catching_up=True
+            )
             if session is None:  # lost once more
                 await self._send_all(WeightsGrant(version, engines=()))
                 self._end_update(fleet)
@@ -270,7 +273,7 @@ class WeightsReceiver:
 
     @property
     def fixed(self) -> str:
-        """Why engines can neither join nor leave; empty if they can."""
+        """Why the set of engines cannot change; empty if it can."""
         return self._sessions.fixed
 
     async def _invite(self, executor: ServingExecutor) -> None:

@@ -70,11 +70,11 @@ class EngineSessions:
         trainers: Sequence[Host],
         serving: Version,
         version: Version,
-        joining: bool = False,
+        catching_up: bool = False,
         delta: bool = False,
     ) -> Session | None:
-        """Opens a session to write `version` into all members of the fleet, or with `joining` only
-        into those that have come back. None if there are none.
+        """Opens a session to write `version` into all members of the fleet, or with `catching_up`
+        only into those that lack the current weights. None if there are none.
 
         `serving`: the current version in the engines (-1: none of the run's). `trainers`: the hosts
         of the trainer ranks. `delta`: the trainer ranks may write only changes since `serving`, or
@@ -88,7 +88,7 @@ class EngineSessions:
             if serving >= 0:
                 await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
             await self._try_joining(fleet, fleet.engines_in(EngineState.JOINING), trainers)
-            members = fleet.without_weights if joining else fleet.members
+            members = fleet.without_weights if catching_up else fleet.members
             if not members:
                 return None
             # an engine that has come back is a new process
@@ -128,9 +128,9 @@ class EngineSessions:
                     )
                 return Session(members, update, opened, grant, opens=not memory_is_open)
 
-    async def look_again(self, fleet: Fleet, version: Version) -> list[Engine]:
+    async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
         """Compares the memory of all engines that serve `version` with the findings of the last
-        audit. Returns these engines, without those lost meanwhile. Raises AuditError.
+        audit. Returns the numbers of these engines, without those lost meanwhile. Raises AuditError.
 
         Connects to all of them anew, since those that came back were opened in separate sessions.
         """
@@ -146,7 +146,7 @@ class EngineSessions:
             await session.look_again()
             for error in workers.lost.values():
                 fleet.lose(error)
-        return [engine for engine in members if engine.is_serving]
+        return [engine.number for engine in members if engine.is_serving]
 
     async def _try_joining(
         self, fleet: Fleet, joining: Sequence[Engine], trainers: Sequence[Host]
@@ -192,7 +192,7 @@ class EngineSessions:
 
     @property
     def fixed(self) -> str:
-        """Why engines can neither join nor leave; empty if they can."""
+        """Why the set of engines cannot change; empty if it can."""
         if self._opened is None:
             return ""
         return _two_sided(self._opened.kinds)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from fake_fleets import Engine, numbers, of, run
 
-from megarl.executors import generator
-from megarl.executors.generator import FleetCalls
+from megarl.executors import engine_calls
+from megarl.executors.engine_calls import FleetCalls
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.engine_state import EngineState
 from megarl.launch.engines import EngineKeeper
@@ -44,8 +44,8 @@ class Link:
 
 
 def with_calls(body, tmp_path, monkeypatch, on_failure="restart", fixed="", silence_s=60.0) -> None:
-    monkeypatch.setattr(generator, "engine_client", lambda plan, rendezvous, url: Engine(url))
-    monkeypatch.setattr(generator, "LOOK_S", 0.01)
+    monkeypatch.setattr(engine_calls, "engine_client", lambda plan, rendezvous, url: Engine(url))
+    monkeypatch.setattr(engine_calls, "LOOK_S", 0.01)
     timeouts = SimpleNamespace(weights_s=1.0, silence_s=silence_s)
     settings = SimpleNamespace(on_failure=on_failure)
     plan = SimpleNamespace(config=SimpleNamespace(timeouts=timeouts, generator=settings))
