@@ -45,10 +45,22 @@ def register_hooks() -> None:
     HookRegistry.register(
         "sglang.srt.layers.dual_gemm.DualGemm._select_mode", no_dual_product, HookType.REPLACE
     )
-    HookRegistry.register(
+    for question in (
         "sglang.kernels.ops.kvcache.kvcache.can_use_store_cache",
-        no_compiled_store,
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+    ):
+        HookRegistry.register(question, no_compiled_store, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.kernels.ops.activation.activation.silu_and_mul", silu_and_mul, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_native",
+        experts_forward,
         HookType.REPLACE,
+    )
+    experts = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+    HookRegistry.register(
+        f"{experts}.moe_sum_reduce_torch_compile", moe_sum_reduce, HookType.REPLACE
     )
 
 
@@ -64,7 +76,8 @@ def quantised(
 
 
 def no_compiled_store(*_: Any) -> bool:
-    """Whether a compiled kernel writes keys and values to the cache.
+    """Whether a compiled kernel writes keys and values to the cache, alone or with the rotary
+    embedding.
 
     If not, SGLang indexes (mem_cache/memory_pool.py:219).
     """
@@ -88,5 +101,76 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def experts_forward(method: Any, *arguments: Any, **named: Any) -> Any:
+    """The products of experts, by Triton: SGLang's torch form waits for the GPU, which a CUDA graph
+    may not.
+    """
+    return method.forward_cuda(*arguments, **named)
+
+
+def silu_and_mul(
+    gate_and_up: torch.Tensor, output: torch.Tensor | None = None, *_: Any, **__: Any
+) -> torch.Tensor:
+    """The activation of experts: [n, m] from [n, 2 m].
+
+    The ignored arguments name rows whose result nobody reads.
+    """
+    import torch
+
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return torch.mul(torch.nn.functional.silu(gate), up, out=output)
+
+
+def moe_sum_reduce(by_expert: torch.Tensor, output: torch.Tensor, factor: float) -> None:
+    """Writes the sum over the experts of each token: [tokens, hidden] from [tokens, top k,
+    hidden].
+    """
+    import torch
+
+    torch.sum(by_expert, dim=1, out=output)
+    output.mul_(factor)
+
+
+def moe_align_block_size(
+    expert_of: torch.Tensor,
+    buckets: int,
+    block_size: int,
+    sorted_places: torch.Tensor,
+    expert_of_block: torch.Tensor,
+    padded_places: torch.Tensor,
+    *_: Any,
+) -> None:
+    """Sorts (token, choice) pairs by expert, and pads each expert's to whole blocks.
+
+    expert_of: [tokens, top k], with -1 for an expert of another rank; `buckets` counts this one
+    too. Written are: `sorted_places`, places of `expert_of` or its size as padding;
+    `expert_of_block`; and `padded_places` [1], with padding. Waits for nothing, since a CUDA graph
+    captures it. Source: sgl_kernel's function, as SGLang calls it
+    (moe_runner/triton_utils/moe_align_block_size.py).
+    """
+    import torch
+
+    bucket_of = expert_of.flatten().long() + 1
+    places = torch.arange(len(bucket_of), device=expert_of.device)
+    counts = torch.zeros(buckets, dtype=torch.int64, device=expert_of.device)
+    counts.scatter_add_(0, bucket_of, torch.ones_like(bucket_of))
+    padded_counts = (counts + block_size - 1) // block_size * block_size
+    ends = padded_counts.cumsum(0)
+    order = bucket_of.argsort(stable=True)
+    # by how much padding of earlier buckets moves each bucket
+    shifts = (ends - padded_counts) - (counts.cumsum(0) - counts)
+    sorted_places.fill_(len(bucket_of))
+    sorted_places[places + shifts[bucket_of[order]]] = order.to(sorted_places.dtype)
+    block_starts = block_size * torch.arange(len(expert_of_block), device=expert_of.device)
+    bucket_of_block = torch.searchsorted(ends, block_starts, right=True)
+    expert_of_block.copy_(bucket_of_block.clamp(max=buckets - 1) - 1)
+    padded_places.copy_(ends[-1:])
+
+
 # of sgl_kernel and its modules
-FUNCTIONS = {"is_arch_support_pdl": is_arch_support_pdl, "weak_ref_tensor": weak_ref_tensor}
+FUNCTIONS = {
+    "is_arch_support_pdl": is_arch_support_pdl,
+    "weak_ref_tensor": weak_ref_tensor,
+    "moe_align_block_size": moe_align_block_size,
+    "moe_sum_reduce": moe_sum_reduce,
+}

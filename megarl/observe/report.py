@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -374,13 +375,14 @@ def finish_report(run_dir: Path | str) -> str:
     complete_metrics(run_dir)
     summary = summarize(run_dir, read_results(run_dir))
     trace = merge_traces(run_dir)
-    files = [
-        ("plot", plot(run_dir)),
-        ("agreement", plot_agreement(run_dir)),
-        ("rollouts", run_dir / "rollouts"),
-        ("trace (ui.perfetto.dev)", trace),
-    ]
+    files = [("rollouts", run_dir / "rollouts"), ("trace (ui.perfetto.dev)", trace)]
+    can_plot = importlib.util.find_spec("matplotlib") is not None
+    if can_plot:
+        plots = [("plot", plot(run_dir)), ("agreement", plot_agreement(run_dir))]
+        files = plots + files
     lines = [(name, str(path)) for name, path in files if path.exists()]
+    if not can_plot:
+        lines.append(("plot", "not drawn, since matplotlib is not installed"))
     lines.append(("a page of all this", f"megarl report {run_dir}"))
     lines += [("left out, as damaged", str(path)) for path in damaged_results(run_dir)]
     damaged = damaged_lines(run_dir / METRICS_FILE)

@@ -1,7 +1,7 @@
 """Runs an SGLang engine on its path for GPUs, without its compiled kernels and without a GPU, and
-compares its log-probs with Transformers'.
+compares its log-probs with Transformers'. With --mixture the model is a mixture of experts.
 
-    python tests/rehearsal/bare_engine.py [SERVER_ARGUMENT=VALUE …]
+    python tests/rehearsal/bare_engine.py [--mixture] [SERVER_ARGUMENT=VALUE …]
 
 It needs PyTorch's CUDA build, and with Triton 3.6 NumPy before 2.4, for the interpreter. The
 numbers are real (cuda_on_cpu.py); the speed means nothing.
@@ -9,6 +9,7 @@ numbers are real (cuda_on_cpu.py); the speed means nothing.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megarl.bench.gpu.loop import TOY, write_model
+from megarl.bench.gpu.loop import TOY, TOY_MIXTURE, write_model
 from megarl.bench.sync import free_port
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.torch_kernels import TORCH_KERNELS
@@ -34,28 +35,35 @@ ANSWER_S = 600.0
 FOLDER = Path(__file__).parent
 
 
-def main(arguments: list[str]) -> int:
-    given = dict(argument.split("=", 1) for argument in arguments)
-    server_args = {name: json.loads(value) for name, value in given.items()}
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mixture", action="store_true")
+    parser.add_argument("server_args", nargs="*", metavar="SERVER_ARGUMENT=VALUE")
+    options = parser.parse_args()
+    texts = dict(argument.split("=", 1) for argument in options.server_args)
+    server_args = {name: json.loads(text) for name, text in texts.items()}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        write_model(model, TOY)
-        answers = engine_answers(model, server_args, Path(folder) / "log")
+        settings = TOY_MIXTURE if options.mixture else TOY
+        write_model(model, settings)
+        answers = engine_answers(model, settings["model_type"], server_args, Path(folder) / "log")
         largest = 0.0
         for prompt, answer in zip(PROMPTS, answers, strict=True):
-            shown = answer["meta_info"]["output_token_logprobs"]
-            ids = [entry[1] for entry in shown]
-            engine = torch.tensor([entry[0] for entry in shown])
-            apart = (engine - logprobs(model, prompt, ids)).abs()
-            largest = max(largest, float(apart.max()))
+            entries = answer["meta_info"]["output_token_logprobs"]
+            ids = [entry[1] for entry in entries]
+            engine_logprobs = torch.tensor([entry[0] for entry in entries])
+            differences = (engine_logprobs - logprobs(model, prompt, ids)).abs()
+            largest = max(largest, float(differences.max()))
             print(
                 f"prompt of {len(prompt)}, {len(ids)} tokens: log-probs differ by "
-                f"{apart.mean():.2g}, at most {apart.max():.2g}"
+                f"{differences.mean():.2g}, at most {differences.max():.2g}"
             )
     return int(not largest < LARGEST_DIFFERENCE)
 
 
-def engine_answers(model: Path, server_args: dict[str, Any], log: Path) -> list[dict[str, Any]]:
+def engine_answers(
+    model: Path, family: str, server_args: dict[str, Any], log: Path
+) -> list[dict[str, Any]]:
     port = free_port()
     keys = EngineKeys.generate()
     settings = EngineSettings(
@@ -66,7 +74,7 @@ def engine_answers(model: Path, server_args: dict[str, Any], log: Path) -> list[
         max_running_requests=4,
         kv_cache_tokens=512,
         device="cuda",
-        family="qwen2",
+        family=family,
         log_level="warning",
     )
     os.environ[TORCH_KERNELS] = "1"
@@ -80,7 +88,7 @@ def engine_answers(model: Path, server_args: dict[str, Any], log: Path) -> list[
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    began = time.monotonic()
+    started_s = time.monotonic()
     with open(log, "wb") as output:
         process = subprocess.Popen(
             argv, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT
@@ -88,14 +96,14 @@ def engine_answers(model: Path, server_args: dict[str, Any], log: Path) -> list[
     try:
         while not ready(port, keys):
             time.sleep(1)
-            if process.poll() is not None or time.monotonic() - began > START_S:
+            if process.poll() is not None or time.monotonic() - started_s > START_S:
                 raise RuntimeError(
                     f"the engine did not start:\n{log.read_text(errors='replace')[-6000:]}"
                 )
-        print(f"the engine answers after {time.monotonic() - began:.0f} s")
+        print(f"the engine answers after {time.monotonic() - started_s:.0f} s")
         sampling = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
         request = {"input_ids": PROMPTS, "sampling_params": sampling, "return_logprob": True}
-        return asked(port, keys, "/generate", request, ANSWER_S)
+        return ask(port, keys, "/generate", request, ANSWER_S)
     except OSError as error:
         raise RuntimeError(f"{error}:\n{log.read_text(errors='replace')[-6000:]}") from error
     finally:
@@ -106,13 +114,13 @@ def engine_answers(model: Path, server_args: dict[str, Any], log: Path) -> list[
 
 def ready(port: int, keys: EngineKeys) -> bool:
     try:
-        asked(port, keys, "/model_info", None, 5.0)
+        ask(port, keys, "/model_info", None, 5.0)
     except OSError:
         return False
     return True
 
 
-def asked(port: int, keys: EngineKeys, path: str, body: Any, timeout_s: float) -> Any:
+def ask(port: int, keys: EngineKeys, path: str, body: Any, timeout_s: float) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {keys.api}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
@@ -131,4 +139,4 @@ def logprobs(model: Path, prompt: list[int], ids: list[int]) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

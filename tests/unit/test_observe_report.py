@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -180,6 +181,15 @@ def test_report_compares_first_and_last_evaluation(
     for name in ("report.png", "trace.json"):
         assert str(tmp_path / name) in text
         assert (tmp_path / name).stat().st_size > 0
+
+
+def test_run_ends_without_pictures_where_matplotlib_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    write_run(tmp_path, 3)
+    assert "not drawn, since matplotlib is not installed" in finish_report(tmp_path)
+    assert not (tmp_path / "report.png").exists()
 
 
 def test_moving_mean_is_that_of_the_steps_so_far() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megarl.generator import torch_kernels
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
@@ -51,3 +52,26 @@ def test_stand_in_for_compiled_kernels_computes_or_raises(line, printed, monkeyp
     program = f"from megarl.generator import cpu_support; cpu_support.install(); {line}"
     result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert printed in result.stdout + result.stderr
+
+
+def test_pairs_are_sorted_by_expert_and_padded_to_blocks():
+    """The example of SGLang's docstring, with a pair of another rank's expert."""
+    expert_of = torch.tensor([[2, 3, 4], [1, 2, 4], [1, 3, 4], [1, 2, -1]])
+    sorted_places = torch.empty(32, dtype=torch.int32)
+    expert_of_block = torch.empty(8, dtype=torch.int32)
+    padded_places = torch.empty(1, dtype=torch.int32)
+    torch_kernels.moe_align_block_size(
+        expert_of, 6, 4, sorted_places, expert_of_block, padded_places
+    )
+    blocks = [[11, 12, 12, 12], [3, 6, 9, 12], [0, 4, 10, 12], [1, 7, 12, 12], [2, 5, 8, 12]]
+    assert padded_places.item() == 20
+    assert sorted_places[:20].view(5, 4).tolist() == blocks
+    assert set(sorted_places[20:].tolist()) == {12}
+    assert expert_of_block[:5].tolist() == [-1, 1, 2, 3, 4]
+
+
+def test_experts_of_a_token_are_added_in_float32():
+    by_expert = torch.tensor([[[256.0], [1.0], [1.0]]], dtype=torch.bfloat16)
+    output = torch.empty(1, 1, dtype=torch.bfloat16)
+    torch_kernels.moe_sum_reduce(by_expert, output, 0.5)
+    assert output.item() == 129.0

@@ -158,6 +158,7 @@ PARTS = {
     "trainer-1B": Part("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 70, ("1B",)),
     "loop-eager": Part("A run without CUDA graphs", "megarl.bench.gpu.loop:run", 100, ("eager",)),
     "trainer-3B": Part("Trainer, Llama 3B", "megarl.bench.gpu.trainer:run", 90, ("3B",)),
+    "loop-moe": Part("A run of a mixture of experts", "megarl.bench.gpu.loop:run", 100, ("moe",)),
 }
 TOTAL_S = 9 * 60.0
 SGLANG_TORCH = "2.14."  # SGLang 0.5.23 is compiled for it

@@ -2,8 +2,8 @@
 
 Measures a run's steps, updates and memory beside the plan.
 
-`megarl train` runs as its own processes, on random weights in the shape of Qwen2.5-0.5B. In a
-rehearsal the model is tiny, and trainer and engine share the cores of a CPU.
+`megarl train` runs as its own processes, on random weights in the shape of Qwen2.5-0.5B, or
+of a small mixture of experts. In a rehearsal the model is tiny, and trainer and engine share the cores of a CPU.
 """
 
 from __future__ import annotations
@@ -58,6 +58,43 @@ TOY = QWEN_0_5B | {
     "num_hidden_layers": 2,
     "vocab_size": 512,
 }
+# In the shape of Qwen3's mixtures, with 0.6B parameters.
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 2048,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 32768,
+    "eos_token_id": 2,
+}
+TOY_MIXTURE = MIXTURE | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 512,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
 CHARACTERS = "0123456789+-=,"  # of synthetic:chain
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 WEIGHT_STD = 0.02
@@ -78,6 +115,13 @@ class LoopCase:
     partial_rollout: str  # async.partial_rollout
     graphs: bool  # whether the engine decodes by CUDA graphs
     kill_at: int | None = None  # the engine is killed after this step, and must come back
+    mixture: bool = False  # whether the model is a mixture of experts
+
+    def model(self, toy: bool) -> dict[str, Any]:
+        """The settings of the model, as in config.json."""
+        if self.mixture:
+            return TOY_MIXTURE if toy else MIXTURE
+        return TOY if toy else QWEN_0_5B
 
 
 LOOPS = {
@@ -86,6 +130,9 @@ LOOPS = {
     ),
     "fp8": LoopCase(steps=16, quantization="fp8_block", partial_rollout="retract", graphs=True),
     "eager": LoopCase(steps=10, quantization=None, partial_rollout="retract", graphs=False),
+    "moe": LoopCase(
+        steps=12, quantization=None, partial_rollout="in_flight", graphs=True, mixture=True
+    ),
 }
 TOY_LOOPS = {
     "bf16": LoopCase(
@@ -93,6 +140,9 @@ TOY_LOOPS = {
     ),
     "fp8": LoopCase(steps=4, quantization="fp8_block", partial_rollout="retract", graphs=True),
     "eager": LoopCase(steps=3, quantization=None, partial_rollout="retract", graphs=False),
+    "moe": LoopCase(
+        steps=4, quantization=None, partial_rollout="in_flight", graphs=True, mixture=True
+    ),
 }
 
 
@@ -101,7 +151,7 @@ def run(bench: Bench, name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-", dir=_roomy_folder()) as folder:
         path = Path(folder) / "run.yaml"
         settings = config(bench, loop, Path(folder))
-        write_model(Path(settings["model"]["path"]), TOY if bench.toy else QWEN_0_5B)
+        write_model(Path(settings["model"]["path"]), loop.model(bench.toy))
         path.write_text(json.dumps(settings), encoding="utf-8")
         planned = plan(path)
         card = CardMemory(bench)
