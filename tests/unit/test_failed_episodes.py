@@ -9,7 +9,7 @@ import asyncio
 import io
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -76,26 +76,25 @@ def test_failed_episode_is_marked_and_is_no_failed_score():
 
 
 def test_raising_environment_is_a_failed_episode():
+    unused: Any = None
     player = HubRollout(
-        "verifiers",
-        "the environment x",
-        TOKENIZER,
-        *[cast(Any, None)] * 2,
-        -0.5,
-        1,
-        0,
-        1,
-        0.1,
-        cast(Any, None),
-        9.0,
+        rollout="verifiers",
+        name="the environment x",
+        tokenizer=TOKENIZER,
+        template=unused,
+        parser=unused,
+        on_crash=-0.5,
+        max_calls=1,
+        retries=0,
+        at_once=1,
+        max_unanswered=0.1,
+        worker=unused,
+        deadline_s=9.0,
     )
-    episode = Episode(
-        ScriptedPolicy().generate, TOKENIZER, cast(Any, None), cast(Any, None), SAMPLING
-    )
+    episode = Episode(ScriptedPolicy().generate, TOKENIZER, unused, unused, SAMPLING)
     episode.tree.add(None, [1], Completion([4], [-0.5], [0], "stop"))
-    played = player._score(
-        prompt(), episode, {"kind": "environment", "error": "RuntimeError: the board is broken"}
-    )
+    report = {"kind": "environment", "error": "RuntimeError: the board is broken"}
+    played = player._score(prompt(), episode, report)
     failure = Failure("environment", "RuntimeError: the board is broken", part="rollout.verifiers")
     assert played.score == Score(-0.5, failures=[failure])
     assert played.metrics["failed_environment"] == 1.0

@@ -271,7 +271,7 @@ HOSTILE = [
     (
         "length_constraints:number_words",
         {"num_words": 3, "relation": "at least"},
-        "a b c " * 100_000,
+        "a b c " * 100_000,  # longer than a graded response may be
     ),
     ("language:response_language", {"language": "en"}, "\u202e" * 1000),
 ]
@@ -294,7 +294,7 @@ def test_reward_pool_outlives_hostile_responses() -> None:
 
     *hostile_scores, last_score = asyncio.run(asyncio.wait_for(graded(), 200))
     failures = [[failure.kind for failure in score.failures] for score in hostile_scores]
-    assert failures == [["timeout"], ["error"], [], [], []]
+    assert failures == [["timeout"], ["error"], [], ["error"], []]
     assert [score.reward for score in hostile_scores] == [0.0, 0.0, 1.0, 0.0, 1.0]
     assert last_score == Score(1.0, dict.fromkeys(MEASURES, 1.0))
 
