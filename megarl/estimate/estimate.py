@@ -13,6 +13,7 @@ from megarl.critic.plan import find_critic
 from megarl.data.rows import held_out_samplings
 from megarl.estimate.hardware import GIB, Cluster, Constants, Gpu, constants_of
 from megarl.estimate.memory import (
+    BesideCache,
     GeneratorMemory,
     TrainerMemory,
     WeightElements,
@@ -23,6 +24,7 @@ from megarl.estimate.memory import (
     kv_tokens,
     landing_bytes,
     offloaded_bytes,
+    over_bytes,
     saving_bytes,
     scoring_passes,
     shadow_bytes,
@@ -111,28 +113,25 @@ def training_time(
     config: RunConfig,
     spec: ModelSpec,
     trainer: TrainerConfig,
-    cluster: Cluster,
-    constants: Constants,
     workload: Workload,
 ) -> TrainTime:
     """Policy and critic compute one after the other.
 
     The critic scores each batch once before it trains on the batch.
     """
+    cluster = Cluster.of(config)
     adapter_elements = adapters.adapter_elements(config, spec, trainer, cluster.gpu.device)
-    policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, adapter_elements)
+    constants = constants_of(cluster.gpu.name)
+    plain = TrainModel(spec, trainer, config.model.dtype, cluster, constants)
+    policy = replace(plain, adapters=adapter_elements)
     policy_time = policy.seconds(workload, extra_forwards=scoring_passes(config))
     for model in frozen_of(config, spec)[0]:
-        scoring = TrainModel(model, trainer, config.model.dtype, cluster, constants).scoring_s(
-            workload
-        )
-        policy_time = replace(policy_time, compute=policy_time.compute + scoring)
+        scoring_s = replace(plain, spec=model).scoring_s(workload)
+        policy_time = replace(policy_time, compute=policy_time.compute + scoring_s)
     critic = critic_of(config, spec)
     if critic is None:
         return policy_time
-    critic_time = TrainModel(critic, trainer, config.model.dtype, cluster, constants).seconds(
-        workload, extra_forwards=1
-    )
+    critic_time = replace(plain, spec=critic).seconds(workload, extra_forwards=1)
     seconds = {
         name: value + getattr(critic_time, name) for name, value in vars(policy_time).items()
     }
@@ -169,29 +168,18 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> ServedEsti
     shape = _shape_of(role)
     work = _workload(config, role)
     memory = generator_memory(spec, shape, role.dtype, work, gpu)
-    over = max(
-        memory.total / GIB - gpu.memory_gib, (memory.static - usable_static(shape, gpu)) / GIB
-    )
     time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
     return ServedEstimate(
         gpus=settings.engines * settings.tp,
         memory=memory,
-        over_gib=over,
+        over_gib=over_bytes(memory, shape, gpu) / GIB,
         score_s=time.total if role.role == JUDGE else time.prefill,
     )
 
 
 def _shape_of(role: ServedRole) -> GeneratorConfig:
-    settings = role.settings
-    return GeneratorConfig(
-        engines=settings.engines,
-        tp=settings.tp,
-        ep=settings.ep,
-        max_concurrency=settings.max_concurrency,
-        kv_cache_tokens=settings.kv_cache_tokens,
-        mem_fraction=settings.mem_fraction,
-        server_args=settings.server_args,
-    )
+    names = "engines tp ep max_concurrency kv_cache_tokens mem_fraction server_args".split()
+    return GeneratorConfig(**{name: getattr(role.settings, name) for name in names})
 
 
 def _workload(config: RunConfig, role: ServedRole) -> Workload:
@@ -248,14 +236,8 @@ def with_kv_caches(
 
 
 def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> int:
-    return kv_tokens(
-        spec,
-        shape,
-        config.model.dtype,
-        cached_workload(config),
-        gpu,
-        **beside_cache(config, spec, shape, gpu),
-    )
+    beside = beside_cache(config, spec, shape, gpu)
+    return kv_tokens(spec, shape, config.model.dtype, cached_workload(config), gpu, beside)
 
 
 def cached_workload(config: RunConfig) -> Workload:
@@ -272,19 +254,12 @@ def cached_workload(config: RunConfig) -> Workload:
 
 def beside_cache(
     config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu
-) -> dict[str, float]:
-    """What is in a GPU's memory beside the weights and the KV cache of an engine of `shape`, as
-    arguments of `kv_tokens`: memory for landing, the adapters' pool, and the trainer rank that
-    shares the GPU.
-    """
+) -> BesideCache:
+    """Memory for landing, the adapters' pool, and the trainer rank that shares the GPU."""
     landing = 0
     if may_land(config):
         landing = landing_bytes(spec, config.trainer, shape, config.model.dtype)
-    return {
-        "landing": landing,
-        "pool": adapters_pool(config, spec),
-        "occupied": beside_engine(config, spec, gpu),
-    }
+    return BesideCache(landing, adapters_pool(config, spec), beside_engine(config, spec, gpu))
 
 
 def beside_engine(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> float:
@@ -478,7 +453,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         full_s, delta_s = sync_s(spec, config, cluster)
     else:  # an update carries all elements of the adapters, and nothing else
         full_s = delta_s = adapters_s
-    train = training_time(config, spec, config.trainer, cluster, constants, workload)
+    train = training_time(config, spec, config.trainer, workload)
     shared = bool(config.cluster.share_gpus)
     checkpoint_bytes = _on_node(
         config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, saving_bytes)
@@ -593,10 +568,10 @@ def estimate_groups(
         if len(groups) > 1:
             part = replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
         time = _beside_training(model, part, config, beside_s)
-        occupants = beside_cache(config, spec, settings, gpu)
-        memory = generator_memory(spec, settings, dtype, Workload.of(config), gpu, **occupants)
+        beside = beside_cache(config, spec, settings, gpu)
+        memory = generator_memory(spec, settings, dtype, Workload.of(config), gpu, beside)
         rate = settings.engines * time.concurrency / time.token_s
-        tokens = kv_tokens(spec, settings, dtype, part, gpu, **occupants)
+        tokens = kv_tokens(spec, settings, dtype, part, gpu, beside)
         endless = replace(model, generator=replace(settings, kv_cache_tokens=UNBOUNDED_TOKENS))
         estimates.append(
             GroupEstimate(
@@ -605,8 +580,8 @@ def estimate_groups(
                 engines=settings.engines,
                 gpus=group.topology.world_size,
                 memory=memory,
-                occupied=occupants["occupied"],
-                static_limit=usable_static(settings, gpu, occupants["occupied"]),
+                occupied=beside.occupied,
+                static_limit=usable_static(settings, gpu, beside.occupied),
                 share=share,
                 time=time,
                 tokens_per_s=rate,
@@ -652,10 +627,8 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
             name = f"{key}.kv_cache_tokens" + f" / {key}.dp_attention" * (g.dp_attention > 1) + " ="
             room[name] = g.kv_cache_tokens // g.dp_attention
             continue
-        cache = (
-            int(kv_room(spec, g, config.model.dtype, gpu, **beside_cache(config, spec, g, gpu)))
-            // g.dp_attention
-        )
+        beside = beside_cache(config, spec, g, gpu)
+        cache = int(kv_room(spec, g, config.model.dtype, gpu, beside)) // g.dp_attention
         if cache > 0:
             room[
                 f"what an engine of {key}.tp={g.tp} on {gpu.name} has for its KV cache "

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -526,27 +527,13 @@ def trainer_memory(
     trainer: TrainerConfig,
     dtype: str,
     gpu: Gpu,
-    *,
-    reference: bool = False,
-    critic: ModelSpec | None = None,
-    frozen: Sequence[ModelSpec] = (),
-    divergence: bool = False,
-    adapter_elements: AdapterElements | None = None,
-    shadow: float = 0.0,
+    **other_models: Any,
 ) -> TrainerMemory:
-    """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    stages = stage_memory(
-        spec,
-        trainer,
-        dtype,
-        gpu,
-        reference=reference,
-        critic=critic,
-        frozen=frozen,
-        divergence=divergence,
-        adapter_elements=adapter_elements,
-        shadow=shadow,
-    )
+    """Memory of the fullest stage, with arguments as for `stage_memory`.
+
+    Raises ConfigError if the sizes do not divide the model.
+    """
+    stages = stage_memory(spec, trainer, dtype, gpu, **other_models)
     return max(stages, key=lambda memory: memory.total)
 
 
@@ -712,6 +699,18 @@ UNKNOWN_PROMPT = PlanConfig().mean_prompt_tokens
 
 
 @dataclass(frozen=True)
+class BesideCache:
+    """Bytes in a GPU's memory beside the weights and the KV cache of an engine."""
+
+    landing: float = 0.0  # landing_bytes if `may_land`
+    pool: float = 0.0  # of adapters
+    occupied: float = 0.0  # by another process
+
+
+NOTHING = BesideCache()
+
+
+@dataclass(frozen=True)
 class GeneratorMemory:
     """Bytes on one rank. SGLang has weights and KV cache inside mem_fraction, all else outside.
 
@@ -745,25 +744,16 @@ def generator_memory(
     dtype: str,
     workload: Workload,
     gpu: Gpu,
-    *,
-    landing: float = 0.0,
-    pool: float = 0.0,
-    occupied: float = 0.0,
+    beside: BesideCache = NOTHING,
 ) -> GeneratorMemory:
-    """`landing`: landing_bytes if `may_land`.
-
-    `pool`: bytes of adapters. `occupied`: bytes of the device that another process has. Raises
-    ConfigError if the sizes do not divide the model.
-    """
-    tokens = kv_tokens(
-        spec, generator, dtype, workload, gpu, landing=landing, pool=pool, occupied=occupied
-    )
+    """Raises ConfigError if the sizes do not divide the model."""
+    tokens = kv_tokens(spec, generator, dtype, workload, gpu, beside)
     kv_cache = tokens * kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
-    return replace(_without_cache(spec, generator, dtype, gpu, landing, pool), kv_cache=kv_cache)
+    return replace(_without_cache(spec, generator, dtype, gpu, beside), kv_cache=kv_cache)
 
 
 def _without_cache(
-    spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu, landing: float, pool: float
+    spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu, beside: BesideCache
 ) -> GeneratorMemory:
     item = ITEM_BYTES[dtype]
     tp = generator.tp
@@ -776,10 +766,10 @@ def _without_cache(
     # fp32, gathered over tp, and a copy for sampling
     logits = 2 * 4 * generator.max_concurrency * spec.vocab_size
     return GeneratorMemory(
-        weights=generator_weights(spec, generator, dtype).total + pool,
+        weights=generator_weights(spec, generator, dtype).total + beside.pool,
         kv_cache=0.0,
         states=states_bytes(spec, generator, item),
-        landing=landing,
+        landing=beside.landing,
         graphs=0.0 if gpu.name == "cpu" else CUDA_GRAPH_BYTES * generator.max_concurrency,
         activations=prefill_tokens(spec, generator, gpu) * item * (4 * spec.hidden_size + 3 * ffn)
         + logits
@@ -794,10 +784,7 @@ def kv_tokens(
     dtype: str,
     workload: Workload,
     gpu: Gpu,
-    *,
-    landing: float = 0.0,
-    pool: float = 0.0,
-    occupied: float = 0.0,
+    beside: BesideCache = NOTHING,
 ) -> int:
     """Tokens of an engine's KV cache, over all replicas of attention, as the launcher sets it.
 
@@ -805,17 +792,14 @@ def kv_tokens(
     allows. On a CPU, or a GPU that another process shares, the cache is no larger than
     max_concurrency requests of full length or one whole context. What is left is for what nobody
     has planned. Holds at least one request of full length, even if there is no memory for it.
-    `landing`, `pool`, `occupied`: as in `generator_memory`.
     """
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
     prompt_tokens = UNKNOWN_PROMPT if gpu.name == "cpu" else workload.prompt_tokens
     longest = math.ceil(prompt_tokens + workload.max_response_tokens)
-    room = math.floor(
-        kv_room(spec, generator, dtype, gpu, landing=landing, pool=pool, occupied=occupied)
-    )
+    room = math.floor(kv_room(spec, generator, dtype, gpu, beside))
     tokens = max(room, longest * generator.dp_attention)
-    if gpu.name != "cpu" and not occupied:
+    if gpu.name != "cpu" and not beside.occupied:
         return tokens
     enough_tokens = math.ceil(generator.max_concurrency * longest * PAGE_SLACK)
     return min(tokens, max(enough_tokens, spec.max_position_embeddings * generator.dp_attention))
@@ -826,20 +810,14 @@ def kv_room(
     generator: GeneratorConfig,
     dtype: str,
     gpu: Gpu,
-    *,
-    landing: float = 0.0,
-    pool: float = 0.0,
-    occupied: float = 0.0,
+    beside: BesideCache = NOTHING,
 ) -> float:
     """Tokens of KV cache for which a rank has memory beside all else.
 
     Negative: there is too little even for the rest.
     """
-    memory = _without_cache(spec, generator, dtype, gpu, landing, pool)
-    free_bytes = min(
-        usable_static(generator, gpu, occupied) - memory.static,
-        gpu.memory_gib * GIB - memory.total - occupied,
-    )
+    memory = _without_cache(spec, generator, dtype, gpu, beside)
+    free_bytes = -over_bytes(memory, generator, gpu, beside.occupied)
     return free_bytes / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
 
 
@@ -927,6 +905,16 @@ def prefill_tokens(spec: ModelSpec, generator: GeneratorConfig, gpu: Gpu) -> int
     chunk = generator.server_args.get("chunked_prefill_size") or default
     # -1: prompts are not split
     return spec.max_position_embeddings if chunk < 0 else min(chunk, spec.max_position_embeddings)
+
+
+def over_bytes(
+    memory: GeneratorMemory, generator: GeneratorConfig, gpu: Gpu, occupied: float = 0.0
+) -> float:
+    """Bytes by which a rank is too large for its GPU, or for mem_fraction of it; negative: free."""
+    return max(
+        memory.total + occupied - gpu.memory_gib * GIB,
+        memory.static - usable_static(generator, gpu, occupied),
+    )
 
 
 def usable_static(generator: GeneratorConfig, gpu: Gpu, occupied: float = 0.0) -> float:

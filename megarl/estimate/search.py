@@ -37,14 +37,15 @@ from megarl.estimate.estimate import (
 )
 from megarl.estimate.hardware import GIB, Cluster, constants_of
 from megarl.estimate.memory import (
+    BesideCache,
     Workload,
     generator_memory,
     generator_weights,
     kv_room,
     kv_tokens,
     landing_bytes,
+    over_bytes,
     shape_of,
-    usable_static,
 )
 from megarl.estimate.times import balanced_sync_s
 from megarl.models import ModelSpec
@@ -154,13 +155,17 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             # this is counted once: the phases share the GPU
             occupied = trainer_memory.total - trainer_memory.runtime
             beside_trainer = kv_room(
-                spec, replace(generator, mem_fraction=1.0), dtype, cluster.gpu, occupied=occupied
+                spec,
+                replace(generator, mem_fraction=1.0),
+                dtype,
+                cluster.gpu,
+                BesideCache(occupied=occupied),
             )
             tokens = math.floor(min(beside_trainer, kv_room(spec, generator, dtype, cluster.gpu)))
             if tokens < workload.longest:
                 continue
             generator = replace(generator, kv_cache_tokens=tokens)
-            train = training_time(config, spec, trainer, cluster, constants, workload)
+            train = training_time(config, spec, trainer, workload)
             model = generate_model(config, spec, generator)
             generate = model.seconds(Workload.generated(config))
         except ConfigError:
@@ -258,7 +263,7 @@ class Search:
     gpus: int
     trainers: dict[int, Side | None] = field(default_factory=dict)
     generators: dict[int, Side | None] = field(default_factory=dict)
-    occupants: dict[tuple[int, int, str | None], dict[str, float]] = field(default_factory=dict)
+    beside_caches: dict[tuple[int, int, str | None], BesideCache] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cluster = Cluster.of(self.config)
@@ -393,9 +398,7 @@ class Search:
             over = training_memory(self.config, self.spec, trainer, self.cluster.gpu).total / GIB
             over -= self.cluster.gpu.memory_gib
             if (over <= 0) == fitting:
-                time = training_time(
-                    self.config, self.spec, trainer, self.cluster, self.constants, self.workload
-                ).total
+                time = training_time(self.config, self.spec, trainer, self.workload).total
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _fleets(self, gpus: int, fitting: bool) -> Iterator[Side]:
@@ -429,27 +432,12 @@ class Search:
             if engines < 1:
                 continue
             generator = replace(shape, engines=min(engines, self.workload.sequences))
-            tokens = kv_tokens(
-                self.spec,
-                generator,
-                self.dtype,
-                self.cached,
-                self.cluster.gpu,
-                **self._occupants(shape),
-            )
+            gpu = self.cluster.gpu
+            beside = self._beside_cache(shape)
+            tokens = kv_tokens(self.spec, generator, self.dtype, self.cached, gpu, beside)
             sized = replace(generator, kv_cache_tokens=tokens)
-            memory = generator_memory(
-                self.spec,
-                sized,
-                self.dtype,
-                self.cached,
-                self.cluster.gpu,
-                **self._occupants(shape),
-            )
-            over = max(
-                (memory.static - usable_static(sized, self.cluster.gpu)) / GIB,
-                memory.total / GIB - self.cluster.gpu.memory_gib,
-            )
+            memory = generator_memory(self.spec, sized, self.dtype, self.cached, gpu, beside)
+            over = over_bytes(memory, sized, gpu) / GIB
             if (over <= 0) == fitting:
                 model = generate_model(self.config, self.spec, sized)
                 time = model.seconds(
@@ -457,19 +445,19 @@ class Search:
                 ).total
                 yield Side(_generator_settings(generator), time, over)
 
-    def _occupants(self, shape: GeneratorConfig) -> dict[str, float]:
+    def _beside_cache(self, shape: GeneratorConfig) -> BesideCache:
         """As estimate.beside_cache, but for the finest trainer, since the trainer is not chosen
         yet.
         """
         key = (shape.tp, shape.ep, shape.quantization)
-        if key not in self.occupants:
+        if key not in self.beside_caches:
             finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)
             landing = 0
             if may_land(self.config, self.gpus):
                 landing = landing_bytes(self.spec, finest, shape, self.dtype)
             pool = adapters_pool(replace(self.config, generator=shape), self.spec)
-            self.occupants[key] = {"landing": landing, "pool": pool}
-        return self.occupants[key]
+            self.beside_caches[key] = BesideCache(landing, pool)
+        return self.beside_caches[key]
 
     def _missing_side(self) -> str:
         """The side that does not fit even on all GPUs."""

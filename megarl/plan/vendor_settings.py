@@ -368,41 +368,36 @@ SGLANG_BY_KEY = {
     "speculative_num_steps": "generator.speculative.steps",
     "speculative_num_draft_tokens": "generator.speculative.steps",
 }
-SET_BY_LAUNCHER = frozenset(
-    [
-        "host",
-        "port",
-        "api_key",
-        "admin_api_key",
-        "base_gpu_id",
-        "custom_weight_loader",
-        "weight_version",
-        "skip_tokenizer_init",
-        "sampling_defaults",
-        "device",
-        "nnodes",
-        "node_rank",
-        "dist_init_addr",
-        "context_length",
-        "disable_shared_experts_fusion",
-        "sampling_mask_max_tokens",
-        "max_loras_per_batch",
-        "enable_lora_overlap_loading",
-    ]
-)
+SET_BY_LAUNCHER = (
+    "host port api_key admin_api_key base_gpu_id custom_weight_loader weight_version "
+    "skip_tokenizer_init sampling_defaults device nnodes node_rank dist_init_addr "
+    "context_length disable_shared_experts_fusion sampling_mask_max_tokens "
+    "max_loras_per_batch enable_lora_overlap_loading"
+).split()
 _MOVED = "weights are written to the experts where the layout has them, and it would "
 _COPIES = "it may compute with copies of the weights, which no update writes"
 _NO_LAYOUT = "the layout by which weights are written does not know it"
 _NO_KEYS = "requests go by HTTP with a key, and this would serve them in another way"
 _ROW = "a draft is one row of tokens"
 SGLANG_REFUSED = {
+    **dict.fromkeys(
+        "speculative_eagle_topk speculative_ngram_min_bfs_breadth "
+        "speculative_ngram_max_bfs_breadth".split(),
+        _ROW,
+    ),
+    **dict.fromkeys("enable_nvidia_megakernel enable_amd_monokernel".split(), _COPIES),
+    **dict.fromkeys(
+        "pp_size moe_dense_tp_size dp_size moe_dp_size attn_cp_size enable_dp_lm_head".split(),
+        _NO_LAYOUT,
+    ),
+    **dict.fromkeys(
+        "smg_grpc_mode grpc_mode grpc_port ssl_keyfile ssl_certfile".split(),
+        _NO_KEYS,
+    ),
     "enable_eplb": f"{_MOVED}move them",
     "init_expert_location": f"{_MOVED}place them elsewhere",
     "ep_num_redundant_experts": "only one copy of an expert is written to",
     "elastic_ep_backend": f"{_MOVED}move them",
-    "speculative_eagle_topk": _ROW,
-    "speculative_ngram_min_bfs_breadth": _ROW,
-    "speculative_ngram_max_bfs_breadth": _ROW,
     "speculative_token_map": "the draft model would keep its own copy of the output layer, which "
     "no update writes",
     "speculative_draft_model_quantization": "the draft model has the format of the engine",
@@ -413,15 +408,7 @@ SGLANG_REFUSED = {
     "speculative_accept_threshold_acc": "tokens would be kept that the policy would not have "
     "sampled",
     "enable_multi_layer_eagle": "one layer for multi-token prediction is known",
-    "pp_size": _NO_LAYOUT,
-    "moe_dense_tp_size": _NO_LAYOUT,
-    "dp_size": _NO_LAYOUT,
-    "moe_dp_size": _NO_LAYOUT,
-    "attn_cp_size": _NO_LAYOUT,
-    "enable_dp_lm_head": _NO_LAYOUT,
     "enable_paged_experts": f"{_MOVED}move them",
-    "enable_nvidia_megakernel": _COPIES,
-    "enable_amd_monokernel": _COPIES,
     "cpu_offload_gb": "weights are written in place, and this would move them",
     "offload_group_size": "weights are written in place, and this would move them",
     "lora_paths": "engines serve the adapter that is trained (lora.rank), and the trainer does "
@@ -432,32 +419,13 @@ SGLANG_REFUSED = {
     "sampling_backend": "each sample has a seed, which only SGLang's sampler in PyTorch takes "
     "with top_p, top_k or min_p",
     "use_ray": "the launcher starts an engine's processes",
-    "smg_grpc_mode": _NO_KEYS,
-    "grpc_mode": _NO_KEYS,
-    "grpc_port": _NO_KEYS,
-    "ssl_keyfile": _NO_KEYS,
-    "ssl_certfile": _NO_KEYS,
 }
 # No update writes to the weights of a frozen model, so its engines may keep them in any form.
-FROZEN = (
-    "tp",
-    "tp_size",
-    "ep_size",
-    "max_total_tokens",
-    "max_running_requests",
-    "mem_fraction_static",
-)
+FROZEN = "tp tp_size ep_size max_total_tokens max_running_requests mem_fraction_static".split()
 REFUSED_FROZEN = (
-    "is_embedding",
-    "disaggregation_mode",
-    "delete_ckpt_after_loading",
-    "use_ray",
-    "smg_grpc_mode",
-    "grpc_mode",
-    "grpc_port",
-    "ssl_keyfile",
-    "ssl_certfile",
-)
+    "is_embedding disaggregation_mode delete_ckpt_after_loading use_ray smg_grpc_mode "
+    "grpc_mode grpc_port ssl_keyfile ssl_certfile"
+).split()
 # FlashInfer's stores up before gate, in a tensor of the same shape; others repack the experts
 MOE_RUNNERS = ("triton", "deep_gemm")
 

@@ -26,7 +26,6 @@ from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Ver
 from megarl.config.schema import RunConfig
 from megarl.data.order import train_mixture
 from megarl.estimate.estimate import estimate, generate_model, training_time, with_kv_caches
-from megarl.estimate.hardware import Cluster, constants_of
 from megarl.estimate.memory import Workload, dropped_share, kv_room
 from megarl.estimate.times import GenerateModel
 from megarl.executors.generator import GeneratorExecutor
@@ -132,11 +131,8 @@ class KnownLengths(Workload):
 
 
 def _train_s(plan: RunPlan, unit: int, glue_s: float, batch: Batch) -> float:
-    config = plan.config
-    cluster = Cluster.of(plan.config)
-    constants = constants_of(cluster.gpu.name)
     work = KnownLengths.of_batch(batch, unit)
-    return training_time(config, plan.spec, config.trainer, cluster, constants, work).total + glue_s
+    return training_time(plan.config, plan.spec, plan.config.trainer, work).total + glue_s
 
 
 @dataclass

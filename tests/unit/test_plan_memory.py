@@ -20,6 +20,7 @@ from megarl.estimate.estimate import check_longest, estimate, with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import (
     PAGE_SLACK,
+    BesideCache,
     Workload,
     generator_memory,
     generator_weights,
@@ -317,7 +318,7 @@ def test_a_kv_cache_fills_a_gpu_up_to_mem_fraction() -> None:
     fixed = generator_memory(llama, GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
     assert fixed.kv_cache == 1000 * 131072
     shared = [
-        kv_tokens(llama, generator, "bfloat16", WORK, H100, occupied=gib * GIB)
+        kv_tokens(llama, generator, "bfloat16", WORK, H100, BesideCache(occupied=gib * GIB))
         for gib in (0, 30, 70)
     ]
     assert shared[1] == pytest.approx(
