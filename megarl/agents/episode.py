@@ -143,6 +143,9 @@ def group_of(
     prefix = shared_prefix(trees) if trees else prompt.token_ids
     samples = []
     for tree, score, metrics in played:
+        if tree.turns:
+            samples += tree.samples(len(prefix), decode, score, metrics)
+            continue
         nothing = Sample(
             array("i"),
             array("f"),
@@ -153,7 +156,7 @@ def group_of(
             metrics=metrics,
             failures=score.failures,
         )
-        samples += tree.samples(len(prefix), decode, score, metrics) or [nothing]
+        samples.append(nothing)
     return Group(replace(prompt, token_ids=prefix), samples)
 
 
@@ -190,16 +193,13 @@ def _sample(
         context = turn.context[prompt_tokens:] if turn.parent is None else turn.context
         completion = turn.completion
         for numbers, by_policy in ((array("i", context), False), (completion.token_ids, is_new)):
-            kept_sets = join_kept_sets(
-                kept_sets, len(ids), completion.kept if by_policy else None, len(numbers)
-            )
+            kept = completion.kept if by_policy else None
+            kept_sets = join_kept_sets(kept_sets, len(ids), kept, len(numbers))
             ids += numbers
-            logprobs += completion.logprobs if by_policy else array("f", bytes(4 * len(numbers)))
-            versions += (
-                completion.versions
-                if numbers is completion.token_ids
-                else array("i", bytes(4 * len(numbers)))
-            )
+            zeros = bytes(4 * len(numbers))
+            logprobs += completion.logprobs if by_policy else array("f", zeros)
+            is_sampled = numbers is completion.token_ids
+            versions += completion.versions if is_sampled else array("i", zeros)
             mask += array("b", [by_policy]) * len(numbers)
             piece_text = decode(numbers)
             if not by_policy and piece_text:
