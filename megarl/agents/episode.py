@@ -274,7 +274,9 @@ class _CallPosition(NamedTuple):
 
     @property
     def prompt_ids(self) -> list[int]:
-        return [*(self.parent.token_ids if self.parent else ()), *self.context]
+        if self.parent is None:
+            return list(self.context)
+        return self.parent.token_ids + self.context
 
 
 class _ParsedText(NamedTuple):
@@ -543,8 +545,9 @@ class Episode:
                 if index >= 0:
                     end = max(end, index + len(token))
             if end and not before[end:].strip() and rendered.startswith(before):
-                ended = turn.completion.token_ids[-1:].tolist()[-1] in self.tokenizer.eos_ids
-                begin = end if ended else max(before.rfind(token) for token in template.ends)
+                begin = end
+                if turn.completion.token_ids[-1] not in self.tokenizer.eos_ids:
+                    begin = max(before.rfind(token) for token in template.ends)
                 return turn, stand_ins.encode(rendered[begin:], self.tokenizer)
             self.counts["unstable"] += 1
         return None, stand_ins.encode(rendered, self.tokenizer)
