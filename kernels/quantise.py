@@ -47,7 +47,7 @@ def tile_amax(
     for rows in _strips(values, row_start, rule):
         strips.append(_amax(values[..., rows, :], row_start + rows.start, col_start, rule))
     amax = torch.cat(strips, dim=-2).float()
-    require_finite(amax, name, _touched(values, row_start, col_start, rule))
+    require_finite(amax, name, touched_tiles(values, row_start, col_start, rule))
     return amax
 
 
@@ -83,7 +83,7 @@ def quantise_with(
 
     Raises ValueError on scales of another shape.
     """
-    touched = _touched(values, row_start, col_start, rule)
+    touched = touched_tiles(values, row_start, col_start, rule)
     if tuple(scales.shape) != touched.shape:
         raise ValueError(
             f"box at ({row_start}, {col_start}) of shape {tuple(values.shape)} "
@@ -95,7 +95,7 @@ def quantise_with(
     for rows in _strips(values, row_start, rule):
         strip = values[..., rows, :]
         start = row_start + rows.start
-        end_tile = tile + _touched(strip, start, col_start, rule).shape[-2]
+        end_tile = tile + touched_tiles(strip, start, col_start, rule).shape[-2]
         strip_scales = scales[..., tile:end_tile, :]
         codes[..., rows, :] = _codes(strip, start, col_start, strip_scales, rule)
         tile = end_tile
@@ -154,7 +154,7 @@ def _strips(values: torch.Tensor, row_start: int, rule: Rule) -> Iterator[slice]
         start = end
 
 
-def _touched(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> Box:
+def touched_tiles(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> Box:
     lead = (0,) * (values.dim() - 2)
     return rule.tiles(Box((*lead, row_start, col_start), tuple(values.shape)))
 

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.base.geometry import Box
-from megarl.kernels.quantise import FP8, require_finite
+from megarl.kernels.quantise import FP8, require_finite, touched_tiles
 from megarl.kernels.quantise_rules import Rule
 
 # parts of a tile whose codes cannot be vectorised: one program for it would run out of registers
@@ -125,7 +124,7 @@ def quantise_with(
     values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule
 ) -> torch.Tensor:
     """See megarl.kernels.quantise_with."""
-    tiles = rule.tiles(_box(values, row_start, col_start))
+    tiles = touched_tiles(values, row_start, col_start, rule)
     if tuple(scales.shape) != tiles.shape:
         raise ValueError(
             f"values {tuple(values.shape)} at ({row_start}, {col_start}) need scales "
@@ -140,7 +139,7 @@ def tile_amax(
     values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str
 ) -> torch.Tensor:
     """See megarl.kernels.tile_amax."""
-    tiles = rule.tiles(_box(values, row_start, col_start))
+    tiles = touched_tiles(values, row_start, col_start, rule)
     amax = torch.empty(tiles.shape, device=values.device)
     _launch(values, None, amax, row_start, col_start, rule)
     require_finite(amax, name, tiles)
@@ -188,10 +187,6 @@ def _launch(
         INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=8,
     )
-
-
-def _box(values: torch.Tensor, row_start: int, col_start: int) -> Box:
-    return Box((*(0,) * (values.dim() - 2), row_start, col_start), tuple(values.shape))
 
 
 def _three_dims(tensor: torch.Tensor) -> torch.Tensor:

@@ -144,6 +144,9 @@ def group_of(
     prefix = shared_prefix(trees) if trees else prompt.token_ids
     samples = []
     for tree, score, metrics in played:
+        if tree.turns:
+            samples += tree.samples(len(prefix), decode, score, metrics)
+            continue
         nothing = Sample(
             array("i"),
             array("f"),
@@ -154,7 +157,7 @@ def group_of(
             metrics=metrics,
             failures=score.failures,
         )
-        samples += tree.samples(len(prefix), decode, score, metrics) or [nothing]
+        samples.append(nothing)
     return Group(replace(prompt, token_ids=prefix), samples)
 
 
@@ -191,16 +194,13 @@ def _sample(
         context = turn.context[prompt_tokens:] if turn.parent is None else turn.context
         completion = turn.completion
         for numbers, by_policy in ((array("i", context), False), (completion.token_ids, is_new)):
-            kept_sets = join_kept_sets(
-                kept_sets, len(ids), completion.kept if by_policy else None, len(numbers)
-            )
+            kept = completion.kept if by_policy else None
+            kept_sets = join_kept_sets(kept_sets, len(ids), kept, len(numbers))
             ids += numbers
-            logprobs += completion.logprobs if by_policy else array("f", bytes(4 * len(numbers)))
-            versions += (
-                completion.versions
-                if numbers is completion.token_ids
-                else array("i", bytes(4 * len(numbers)))
-            )
+            zeros = bytes(4 * len(numbers))
+            logprobs += completion.logprobs if by_policy else array("f", zeros)
+            is_sampled = numbers is completion.token_ids
+            versions += completion.versions if is_sampled else array("i", zeros)
             mask += array("b", [by_policy]) * len(numbers)
             piece_text = decode(numbers)
             if not by_policy and piece_text:
@@ -275,7 +275,9 @@ class _CallPosition(NamedTuple):
 
     @property
     def prompt_ids(self) -> list[int]:
-        return [*(self.parent.token_ids if self.parent else ()), *self.context]
+        if self.parent is None:
+            return list(self.context)
+        return self.parent.token_ids + self.context
 
 
 class _ParsedText(NamedTuple):
@@ -544,8 +546,9 @@ class Episode:
                 if index >= 0:
                     end = max(end, index + len(token))
             if end and not before[end:].strip() and rendered.startswith(before):
-                ended = turn.completion.token_ids[-1:].tolist()[-1] in self.tokenizer.eos_ids
-                begin = end if ended else max(before.rfind(token) for token in template.ends)
+                begin = end
+                if turn.completion.token_ids[-1] not in self.tokenizer.eos_ids:
+                    begin = max(before.rfind(token) for token in template.ends)
                 return turn, stand_ins.encode(rendered[begin:], self.tokenizer)
             self.counts["unstable"] += 1
         return None, stand_ins.encode(rendered, self.tokenizer)

@@ -31,7 +31,6 @@ from megarl.sandbox import jail
 from megarl.sandbox.jail import Jail, ProgramEnd
 
 OUTPUT = "output"
-MESSAGE = "message"
 PROGRAM = "program"
 _NOT_FOUND = "exit status 127"  # as Jail and shells report a missing command
 _INTERPRETER = re.compile(r"(python|node|bash|sh|ruby|perl|deno|bun)[\d.]*")

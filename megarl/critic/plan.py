@@ -88,9 +88,8 @@ def misfits(config: RunConfig, model: ModelSpec, policy: ModelSpec) -> list[str]
         problems.append(f"{context}, {policy.max_position_embeddings}")
     if bool(model.num_experts) != bool(policy.num_experts):
         problems.append("both it and the policy must have experts, or neither")
+    layer_spec = "local" if config.cluster.gpu == "cpu" else "te"
     return problems + problems_of(
-        lambda: trainer_parameters(
-            model, topology, "local" if config.cluster.gpu == "cpu" else "te"
-        ),
+        lambda: trainer_parameters(model, topology, layer_spec),
         lambda: stage_of_layer(model.num_layers, topology),
     )

@@ -129,11 +129,9 @@ def check_data(
         tokens = None
         if tokenizer and spec:
             tokens = _tokens(config, tokenizer, spec, command, response_tokens)
-        reading = Reading(
-            config.data.bad_rows == DROP,
-            tokens,
-            prompts=trained if key.startswith("data.train") else {},
-        )
+        reading = Reading(config.data.bad_rows == DROP, tokens)
+        if key.startswith("data.train"):
+            reading.prompts = trained
         # else it is not known which rows are dropped
         if _is_learned(key) and not (reading.drop and tokens is None):
             reading.digests = bytearray()

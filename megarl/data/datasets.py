@@ -155,9 +155,8 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(_LONGEST_VALUE)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(
-                file, delimiter="," if path.suffix == ".csv" else "\t", strict=True
-            )
+            delimiter = "," if path.suffix == ".csv" else "\t"
+            rows = csv.DictReader(file, delimiter=delimiter, strict=True)
             named = [name for name in rows.fieldnames or () if name]
             if len(set(named)) < len(named):
                 raise ConfigError(f"{path}: its first line names a column twice")
@@ -611,7 +610,8 @@ def _checked_rows[R: (Row, Pair)](
                 rows.append(row)
             reading.note(row)
         except RowProblem as problem:
-            bad.setdefault(problem.kind if reading.drop else str(problem), []).append(location)
+            description = problem.kind if reading.drop else str(problem)
+            bad.setdefault(description, []).append(location)
     problems = [
         f"{places[0]}: {problem}{_as_in(len(places) - 1)}"
         for problem, places in islice(bad.items(), _MAX_PROBLEMS)
@@ -639,7 +639,8 @@ def _pair(
     record = record.compact if isinstance(record, ArrowRow) else record
     field = config.prompt_key or "prompt"
     named = {"chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
-    named |= {"margin_key": config.margin_key} if config.margin_key else {}
+    if config.margin_key:
+        named["margin_key"] = config.margin_key
     if config.prompt_key is None and field not in record:
         record = record | _prompt_of_both(record, field, config.chosen_key, config.rejected_key)
     _check_columns(record, {"prompt_key": field} | named, _COLUMNS_OF.get(key, key))
@@ -779,7 +780,8 @@ def _check_columns(record: dict[str, Any], fields_by_setting: dict[str, str], ke
     ]
     if missing:
         columns = ", ".join(repr(column) for column in islice(record, _MAX_PROBLEMS)) or "none"
-        columns += f" and {len(record) - _MAX_PROBLEMS} more" if len(record) > _MAX_PROBLEMS else ""
+        if len(record) > _MAX_PROBLEMS:
+            columns += f" and {len(record) - _MAX_PROBLEMS} more"
         raise RowProblem(f"no column {' and none '.join(missing)}; its columns are {columns}")
 
 

@@ -52,7 +52,8 @@ class Sources:
         draw = self.mixture.draw(ordinal)
         count = len(self.rows[source])
         name = self.mixture.names[source]
-        row = row_index(draw, count, f"{self.order}/{name}" if name else self.order, self.shuffle)
+        order = f"{self.order}/{name}" if name else self.order
+        row = row_index(draw, count, order, self.shuffle)
         return Place(source, draw // count, row)
 
 

@@ -218,11 +218,7 @@ def peers(parts: list[AmaxPart]) -> tuple[int, ...]:
 
 def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
     stripes = stripes_of(map.source)
-    coordinates = {
-        (k, s): (stage, e)
-        for k, kind in enumerate(map.source.kinds)
-        for stage, s, e in kind.coordinates(rank)
-    }
+    coordinates = map.source.coordinates(rank)
     for number, kind in enumerate(map.destination.kinds):
         if kind.rule is None:
             continue
@@ -236,8 +232,7 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
                     groups[space] += [(name, logical, holder) for holder in holders]
         for space, shares in groups.items():
             for _, logical, holder in shares:
-                if (holder.kind, holder.shard) in coordinates:
-                    stage, replica = coordinates[holder.kind, holder.shard]
+                for stage, replica in coordinates.get((holder.kind, holder.shard), ()):
                     tile_holders = []
                     tiles = kind.rule.tiles(logical)
                     for _, other_box, other_holder in shares:
@@ -250,10 +245,7 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
 
 def _cut_regions(map: ReshardMap, number: int, rule: Rule) -> dict[str, list[Box]]:
     """Logical tensor -> boxes of cut rows. If one scale covers a whole parameter, all boxes."""
-    rows = []
-    for row in map.rows:
-        if row.kind == number and row.transform == QUANTISE:
-            rows.append(row)
+    rows = [row for row in map.rows if row.kind == number and row.transform == QUANTISE]
     everything = of_whole_tensor(rule) and any(row.cut for row in rows)
     regions: dict[str, list[Box]] = defaultdict(list)
     for row in rows:

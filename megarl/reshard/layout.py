@@ -557,14 +557,14 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
     """
     t = topology
     end_layers = {}
-    for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers)):
-        if n is not None:
-            end_layers[stage] = n
-    keys = {
-        "trainer.first_stage_layers": t.first_stage_layers,
-        "trainer.last_stage_layers": t.last_stage_layers,
-    }
-    settings = ", ".join(f"{key}={n}" for key, n in keys.items() if n is not None)
+    end_settings = []
+    if t.first_stage_layers is not None:
+        end_layers[0] = t.first_stage_layers
+        end_settings.append(f"trainer.first_stage_layers={t.first_stage_layers}")
+    if t.last_stage_layers is not None:
+        end_layers[t.pp - 1] = t.last_stage_layers
+        end_settings.append(f"trainer.last_stage_layers={t.last_stage_layers}")
+    settings = ", ".join(end_settings)
     sizes = f"trainer.pp={t.pp}" + (f" * trainer.vpp={t.vpp}" if t.vpp > 1 else "")
     middle_stages = t.pp - len(end_layers)
     middle_layers = num_layers - sum(end_layers.values())
@@ -928,10 +928,7 @@ def with_scales(
     checked that no cut goes through a block.
     """
     kind_names = {kind.name for kind in kinds}
-    missing = []
-    for name in names:
-        if name not in kind_names:
-            missing.append(name)
+    missing = [name for name in names if name not in kind_names]
     if missing:
         raise ConfigError(
             f"quantised parameters that the layout does not have: {', '.join(missing)}"
@@ -1031,10 +1028,7 @@ def _uneven(parameters: Sequence[Parameter], cuts: Mapping[str, Cut]) -> list[st
 
 def _indivisible(cut: Cut, units: Mapping[str, int]) -> list[str]:
     key, shards = cut
-    uneven = []
-    for name, count in units.items():
-        if count % shards:
-            uneven.append(f"{count} {name}")
+    uneven = [f"{count} {name}" for name, count in units.items() if count % shards]
     if uneven:
         return [f"{key}: must divide the model's {' and '.join(uneven)}"]
     return []
@@ -1054,26 +1048,25 @@ def _cut_blocks(
     t = topology
     problems = []
     names = quantised_parameters(spec)
-    logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
-    quantised = []
+    logical = _by_name(logical_tensors(spec))
+    fused = []
+    cut = []
     for parameter in parameters:
         if parameter.name in names:
-            quantised.append(parameter)
-    fused = []
-    for parameter in quantised:
-        fused.extend(_unevenly_fused(parameter, logical, rows))
+            fused.extend(_unevenly_fused(parameter, logical, rows))
+            cut.extend(_unevenly_cut(parameter, logical, (rows, cols), t))
     if fused:
         must = (
             f"at any generator.tp SGLang fuses rows that must be multiples of {rows}, and are "
             f"{', '.join(fused)}"
         )
         problems.append(f"generator.quantization=fp8_block: must be null for this model: {must}")
-    cut = []
-    for parameter in quantised:
-        cut.extend(_unevenly_cut(parameter, logical, (rows, cols), t))
     if cut:
-        sizes = f"generator.tp={t.tp}" + (f", generator.ep={t.ep}" if spec.num_experts else "")
-        sizes += f", generator.dp_attention={t.dp_attention}" if t.dp_attention > 1 else ""
+        sizes = f"generator.tp={t.tp}"
+        if spec.num_experts:
+            sizes += f", generator.ep={t.ep}"
+        if t.dp_attention > 1:
+            sizes += f", generator.dp_attention={t.dp_attention}"
         blocks = f"multiples of {rows}" if rows == cols else f"whole blocks of {rows} by {cols}"
         problems.append(
             f"generator.quantization=fp8_block: with {sizes} a rank must hold {blocks}; it holds "
@@ -1088,7 +1081,9 @@ def _unevenly_fused(
     """Finds parts whose last block would overlap the next part, in a tensor that every rank has
     whole.
     """
-    for part in parameter.parts[:-1] if parameter.dim is None else ():
+    if parameter.dim is not None:
+        return
+    for part in parameter.parts[:-1]:
         rows = logical[part.logical_name].shape[0]
         if rows % block:
             yield f"{rows} of {part.logical_name.replace(LAYER_FIELD, '*')}"
@@ -1111,11 +1106,8 @@ def _unevenly_cut(
     block = blocks[parameter.dim]
     axis = ("rows", "columns")[parameter.dim]
     for part in parameter.parts:
-        extent = (
-            _extent(part, logical[part.logical_name].shape[parameter.dim]) * part.replicas // shards
-        )
+        whole_extent = _extent(part, logical[part.logical_name].shape[parameter.dim])
+        extent = whole_extent * part.replicas // shards
         if (fused or shards > 1) and extent % block:
-            yield (
-                f"{extent} {axis} of "
-                f"{part.logical_name.replace(LAYER_FIELD, '*').replace(EXPERT_FIELD, '*')}"
-            )
+            name = part.logical_name.replace(LAYER_FIELD, "*").replace(EXPERT_FIELD, "*")
+            yield f"{extent} {axis} of {name}"

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
 from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError
@@ -101,41 +102,21 @@ def render(
     copies, writes = map.counts
     message_count = sum_messages(map, map.write_rows)
     total_size = size(map.rank_bytes()[0].sum())
-    total = (
-        "total",
-        "",
-        "",
-        "",
-        f"{copies:,}",
-        f"{writes:,}",
-        "",
-        f"{message_count:,}",
-        total_size,
-    )
+    counts = (f"{copies:,}", f"{writes:,}", "", f"{message_count:,}", total_size)
+    total = ("total", "", "", "", *counts)
     header = map.destination.name, _HEADER[0], f"from {map.source.name}", *_HEADER
     lines = [header, *(line for section in sections.values() for line in section), total]
     widths = []
-    for column in range(len(header)):
-        widths.append(max(len(line[column]) for line in lines))
+    for column in zip(*lines):
+        widths.append(max(len(cell) for cell in column))
     rule = "  ".join("-" * width for width in widths)
     body = []
     for title, section in sections.items():
         body.append(title)
         body += [_aligned(line, widths) for line in section]
     facts = [f"{key:<9} {text}" for key, text in _facts(map, forwarding, link_bytes_per_s, changed)]
-    return "\n".join(
-        [
-            _aligned(header, widths),
-            rule,
-            *body,
-            rule,
-            _aligned(total, widths),
-            "",
-            _LEGEND,
-            "",
-            *facts,
-        ]
-    )
+    table = [_aligned(header, widths), rule, *body, rule, _aligned(total, widths)]
+    return "\n".join([*table, "", _LEGEND, "", *facts])
 
 
 def _by_kind(rows: Sequence[Row]) -> dict[int, list[Row]]:
@@ -162,9 +143,8 @@ def sender_bound(map: ReshardMap) -> float:
         total += size * target.instances
         if row.transform != ZEROS:
             sizes[holder_kinds] += size
-    exclusive_bytes: dict[frozenset[int], int] = defaultdict(
-        int
-    )  # ranks -> bytes that only these have
+    # ranks -> bytes that only these have
+    exclusive_bytes: dict[frozenset[int], int] = defaultdict(int)
     for holder_kinds, size in sizes.items():
         kinds = [map.source.kinds[kind] for kind in holder_kinds]
         for stages, instances in Counter(zip(*[kind.stages.tolist() for kind in kinds])).items():
@@ -374,9 +354,7 @@ def render_copies(rank: str, copies: list[Copy], part_s: float) -> Iterator[str]
             f"{peer}: {copy.destination_tensor} {_indices(copy.destination_box)} <- "
             f"{origin}{transform}, {size(copy.bytes)}"
         )
-    peers = set()
-    for copy in copies:
-        peers.add(copy.destination_rank if sends else copy.source_rank)
+    peers = {copy.destination_rank if sends else copy.source_rank for copy in copies}
     total = size(sum(copy.bytes for copy in copies))
     yield (
         f"{rank}: {len(copies):,} copies, {len(peers)} peers, {total}, planned in "
@@ -401,26 +379,13 @@ def dump_lines(map: ReshardMap) -> Iterator[str]:
 
 def copy_fields(copy: Copy) -> dict[str, Any]:
     """A copy as plain values; boxes as [start, shape]."""
-    fields: dict[str, Any] = {
-        "source_rank": copy.source_rank,
-        "source_tensor": copy.source_tensor,
-        "source_box": _pair(copy.source_box),
-        "destination_rank": copy.destination_rank,
-        "destination_tensor": copy.destination_tensor,
-        "destination_box": _pair(copy.destination_box),
-        "transform": copy.transform,
-        "dtype": copy.dtype,
-        "depth": copy.depth,
-        "bytes": copy.bytes,
-    }
-    if copy.transform in (QUANTISE, SCALE) and copy.quantisation is not None:
-        quantisation = copy.quantisation
-        fields["quantisation"] = {
-            "rule": quantisation.rule.name,
-            "tiles_of": quantisation.tiles_of,
-            "origin": quantisation.origin,
-            "cut": quantisation.cut,
-        }
+    fields = asdict(copy)
+    quantisation = fields.pop("quantisation")
+    fields["source_box"] = _pair(copy.source_box)
+    fields["destination_box"] = _pair(copy.destination_box)
+    fields["bytes"] = copy.bytes
+    if copy.transform in (QUANTISE, SCALE) and quantisation is not None:
+        fields["quantisation"] = asdict(quantisation) | {"rule": quantisation.rule.name}
     return fields
 
 

@@ -116,7 +116,7 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
     filled = 0
     for size in depth_bytes(map):
         if filled and filled + size > wave_bytes:
-            wave = wave + 1
+            wave += 1
             filled = 0
         result.append(wave)
         filled += size
@@ -139,10 +139,7 @@ def batches_from(
 
 def scheduled_writes(map: ReshardMap, rank: int) -> list[Copy]:
     """The writes of `batches_from`, in the same order."""
-    result: list[Copy] = []
-    for batch in batches_from(map, rank):
-        result.extend(batch.writes)
-    return result
+    return [write for batch in batches_from(map, rank) for write in batch.writes]
 
 
 def batches_to(

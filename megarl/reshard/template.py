@@ -171,16 +171,16 @@ def _nearest(holders: list[Holder], shard: int, shards: int) -> list[Holder]:
 
 
 def _lacking(source: Layout, destination: Layout, kind: Kind, piece: Piece) -> str:
-    kinds = []
+    spans = []
     for source_kind in source.kinds:
         if any(p.logical_name == piece.logical_name for p in source_kind.shards[0].pieces):
-            kinds.append(source_kind)
-    if not kinds:
+            spans.append(_span(source_kind))
+    if not spans:
         return (
             f"{destination.name} tensor {kind.name} holds {piece.logical_name}, which "
             f"{source.name} does not"
         )
-    ranges = ", ".join(_span(source_kind) for source_kind in kinds)
+    ranges = ", ".join(spans)
     return f"{piece.logical_name}: {source.name} has {ranges}, {destination.name} {_span(kind)}"
 
 
@@ -219,13 +219,11 @@ def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
     keys = [(row.weights, row.holders[0].kind, row.holders[0].shard) for row in rows]
     for row, key in zip(rows, keys):
         fed_shards[key].add(row.shard)
-    order = {}
-    for key, shards in fed_shards.items():
-        order[key] = {shard: i for i, shard in enumerate(sorted(shards))}
+    order = {key: sorted(shards) for key, shards in fed_shards.items()}
     result = []
     for row, key in zip(rows, keys):
-        peers = order[key]
-        result.append(replace(row, fan=len(peers), index=peers[row.shard]))
+        index = bisect_left(order[key], row.shard)
+        result.append(replace(row, fan=len(order[key]), index=index))
     return tuple(result)
 
 

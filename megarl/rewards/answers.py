@@ -711,7 +711,9 @@ def equal_values(a: Value, b: Value, decimals: bool) -> bool:
     """
     distance = size_of((a[0] - b[0], a[1] - b[1]))
     size = max(size_of(a), size_of(b))
-    return distance <= (SAME_DECIMALS * min(1, size) if decimals else _SAME * max(1, size))
+    if decimals:
+        return distance <= SAME_DECIMALS * min(1, size)
+    return distance <= _SAME * max(1, size)
 
 
 def size_of(value: Value) -> Fraction:
@@ -845,24 +847,23 @@ def _without_base(gold: str, candidate: str) -> tuple[str, str]:
     A candidate without a base has the reference's, which the question has fixed. A reference
     without a base is decimal. Raises Refused if the bases differ.
     """
-    gold, candidate = (
-        _BASE_IN_WORDS.sub(lambda base: f"_{{{_BASES.get(base[1], base[1])}}}", text)
-        for text in (gold, candidate)
-    )
-    numerals = [_NUMERAL.fullmatch(text) for text in (gold, candidate)]
-    base, stated = (int(numeral[2] or numeral[3]) if numeral else 10 for numeral in numerals)
-    if numerals[1] and base != stated:
-        if (
-            numerals[0]
-            or not 2 <= stated <= 36
-            or any(int(digit, 36) >= stated for digit in numerals[1][1])
-        ):
-            raise Refused("another base")
-        return gold, str(int(numerals[1][1][:MAX_DIGITS], stated))
-    gold, candidate = (
-        numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, candidate))
-    )
-    return gold, candidate
+    gold_digits, gold_base = _digits_and_base(gold)
+    digits, base = _digits_and_base(candidate)
+    if base is None or base == (10 if gold_base is None else gold_base):
+        return gold_digits, digits
+    is_numeral = 2 <= base <= 36 and all(int(digit, 36) < base for digit in digits)
+    if gold_base is not None or not is_numeral:
+        raise Refused("another base")
+    return gold_digits, str(int(digits[:MAX_DIGITS], base))
+
+
+def _digits_and_base(text: str) -> tuple[str, int | None]:
+    """The digits and the base of a numeral; the text and None if it has no base."""
+    text = _BASE_IN_WORDS.sub(lambda base: f"_{{{_BASES.get(base[1], base[1])}}}", text)
+    numeral = _NUMERAL.fullmatch(text)
+    if numeral is None:
+        return text, None
+    return numeral[1], int(numeral[2] or numeral[3])
 
 
 def _hundredth(gold: str, candidate: str, gold_percent: bool) -> tuple[str, str]:

@@ -384,7 +384,9 @@ def final_part(text: str) -> str:
     """
     end = _MANY_BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", after_thinking(text))
     turn = _END_OF_TURN.search(end, max(0, len(end) - MAX_ANSWER_CHARS))
-    return plain(end[: turn.start() if turn else None][-MAX_TEXT_CHARS:])
+    if turn:
+        end = end[: turn.start()]
+    return plain(end[-MAX_TEXT_CHARS:])
 
 
 def answers(text: str, is_marked: bool = False) -> list[str]:
@@ -529,8 +531,10 @@ def _enclosed(text: str) -> str | None:
             end = mark.end()
     if enclosed is None:
         return weak if weak is not None and not _answers_again(text[weak_end:]) else None
-    reopened = (opening for tag, opening in openings.items() if tag not in _WEAK)
-    return "" if any(o.start() > end and not _is_amid_sentence(o) for o in reopened) else enclosed
+    for tag, opening in openings.items():
+        if tag not in _WEAK and opening.start() > end and not _is_amid_sentence(opening):
+            return ""
+    return enclosed
 
 
 def _answers_again(text: str) -> bool:
@@ -559,7 +563,9 @@ def last_line(text: str) -> str:
     """The last line that is not blank, cut from the left to the greatest length of an answer."""
     end = text.rstrip()[-MAX_ANSWER_CHARS:]
     inside = _without_closing(end)
-    return (inside if "\n" in end[len(inside) :] else end).rsplit("\n", 1)[-1]
+    if "\n" in end[len(inside) :]:
+        end = inside
+    return end.rsplit("\n", 1)[-1]
 
 
 def _without_closing(text: str) -> str:
@@ -636,13 +642,16 @@ def last_expression(text: str) -> str:
 
 def _denies(line: str, start: int, end: int) -> bool:
     """Whether the clause around a value in a sentence denies or bounds it."""
-    before = [mark.end() for mark in _CLAUSE.finditer(line, 0, start)]
+    clause_start = 0
+    for mark in _CLAUSE.finditer(line, 0, start):
+        clause_start = mark.end()
     after = _CLAUSE.search(line, end)
-    if DENIED.search(line, before[-1] if before else 0, start) or DENIED.search(
-        line, end, after.start() if after else len(line)
-    ):
-        return True
-    return bool(_REJECTED.search(line, end))
+    clause_end = after.start() if after else len(line)
+    return bool(
+        DENIED.search(line, clause_start, start)
+        or DENIED.search(line, end, clause_end)
+        or _REJECTED.search(line, end)
+    )
 
 
 def _without_remark(answer: str) -> str:

@@ -473,9 +473,8 @@ def too_many_failed_episodes(config: RolloutConfig, samples: Sequence[Scored]) -
     episodes = sum(not sample.branch for sample in samples)
     if len(failures) <= config.max_failed_fraction * episodes:
         return None
-    kinds = ", ".join(
-        f"{count} {kind}" for kind, count in Counter(failure.kind for failure in failures).items()
-    )
+    counts = Counter(failure.kind for failure in failures)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     share = (
         f"{len(failures)} of {episodes} episodes failed ({kinds}), more than "
         f"rollout.max_failed_fraction={config.max_failed_fraction:g}"
@@ -493,18 +492,15 @@ def too_many_failures(
     failed, of one part's scores, or of a teacher's answers. It has kinds, the limit and an example.
     `parts`: the parts of the reward, by default those of training.
     """
-    settings_by_name = [(part.part, part.setting) for part in parts or parts_of(config)] + [
-        (f"{ROLE}{name}", f"{ROLE}{name}") for name in teachers
-    ]
+    settings_by_name = [(part.part, part.setting) for part in parts or parts_of(config)]
+    settings_by_name += [(f"{ROLE}{name}", f"{ROLE}{name}") for name in teachers]
     for name, setting in settings_by_name:
-        failures = [
-            failure for sample in samples for failure in sample.failures if failure.part == name
-        ]
+        failures: list[Failure] = []
+        for sample in samples:
+            failures += [failure for failure in sample.failures if failure.part == name]
         if len(failures) > config.max_failed_fraction * len(samples):
-            share = (
-                f"of {len(samples)} samples "
-                f"{_described(Counter(METRICS[failure.kind] for failure in failures))}"
-            )
+            counts = Counter(METRICS[failure.kind] for failure in failures)
+            share = f"of {len(samples)} samples {_described(counts)}"
             limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
             return (
                 f"{setting}: {share}, {limit}; for example {failures[0].text!a}: "

@@ -100,11 +100,9 @@ async def _episode(hub, request, episode):
             _session(hub, request, row.get("reset") or {})
         )
         policy = await stack.enter_async_context(policy_of(episode, timeout=request["deadline_s"]))
-        course = _Course(
-            _start(first.observation, hub.request["shown"]),
-            bool(first.done),
-            [float(first.reward)] if first.reward else [],
-        )
+        start = _start(first.observation, hub.request["shown"])
+        rewards = [float(first.reward)] if first.reward else []
+        course = _Course(start, bool(first.done), rewards)
         messages = _begin(row.get("prompt") or "", course.start)
         for _ in range(hub.request["max_turns"]):
             message = None if course.ended else await _ask(hub, request, policy, messages)
