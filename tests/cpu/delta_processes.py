@@ -59,19 +59,19 @@ class DeltaTrainer(TrainerProcess):
     def find(self) -> tuple[int, int, int] | None:
         """(bytes of the delta, bytes of the changed elements, bytes of all elements)"""
         self.payloads.begin(self.model)
-        self.found = self.deltas.find(
+        self.changes = self.deltas.find(
             self.version - 1, self.copies, self.shapes, True, AmaxTable(), self.payloads
         )
         return (
-            (sum(self.found.sizes.values()), self.found.changed_bytes, self.found.full_bytes)
-            if self.found
+            (sum(self.changes.sizes.values()), self.changes.changed_bytes, self.changes.full_bytes)
+            if self.changes
             else None
         )
 
     def write_changes(self) -> dict[int, dict[str, int]]:
         self.deltas.begin_write()
-        sent = send_changes(self.transport, self.found, self.version, self.model)
-        self.deltas.keep_changes(self.version, self.found)
+        sent = send_changes(self.transport, self.changes, self.version, self.model)
+        self.deltas.keep_changes(self.version, self.changes)
         return sent.shares
 
     def write_all(self, keeps: bool) -> list[dict[int, dict[str, int]]]:

@@ -33,10 +33,10 @@ class Saying:
 
     def __init__(self, *texts: str):
         self._texts = list(texts)
-        self.asked: list[str] = []
+        self.prompts: list[str] = []
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        self.asked.append(TOKENIZER.decode_all(prompt_ids))
+        self.prompts.append(TOKENIZER.decode_all(prompt_ids))
         text = self._texts.pop(0) if len(self._texts) > 1 else self._texts[0]
         ids = [*TOKENIZER.encode_text(text), TOKENIZER.eos_id]
         return [Completion(ids, [-0.25] * len(ids), [1] * len(ids), "stop")]  # pyright: ignore[reportArgumentType]
@@ -49,7 +49,7 @@ class Played:
         self._runner = asyncio.Runner()
         self._make = make
         # such as zombies of earlier tests
-        self._others = set(psutil.Process().children(recursive=True))
+        self.earlier_children = set(psutil.Process().children(recursive=True))
 
     def __enter__(self) -> Played:
         self.rollout = self._make()
@@ -58,7 +58,7 @@ class Played:
     def __exit__(self, *_: object) -> None:
         self._runner.run(self.rollout.close())
         self._runner.close()
-        leftover_processes = set(psutil.Process().children(recursive=True)) - self._others
+        leftover_processes = set(psutil.Process().children(recursive=True)) - self.earlier_children
         # orphans become children of the tests (conftest.py), so they are reaped here
         _, alive = psutil.wait_procs(leftover_processes, timeout=5.0)
         assert not alive, "what a worker has started has outlived its rollout"

@@ -59,7 +59,7 @@ class Nursery:
 
     def __init__(self, *preload: str, **environment: str):
         self._preload = preload
-        self._own = environment
+        self._environment = environment
         self._connection: socket.socket | None = None
 
     def start(
@@ -91,7 +91,7 @@ class Nursery:
         with child_end:
             self._process = subprocess.Popen(
                 argv,
-                env=environment | self._own,
+                env=environment | self._environment,
                 pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
             )

@@ -56,10 +56,10 @@ class Calculating:
     """
 
     def __init__(self) -> None:
-        self.asked: list[list[int]] = []
+        self.prompts: list[list[int]] = []
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        self.asked.append(prompt_ids)
+        self.prompts.append(prompt_ids)
         await asyncio.sleep(0.01)
         text = TOKENIZER.decode_all(prompt_ids)
         task, _, result = text.partition("<user>")[2].partition("=<assistant>")
@@ -73,7 +73,7 @@ class Calculating:
             )
         ids = [TOKENIZER.backend.get_vocab()[letter] for letter in answer] + [EOS]
         return [
-            Completion(ids, [-0.25] * len(ids), [len(self.asked)] * len(ids), "stop")
+            Completion(ids, [-0.25] * len(ids), [len(self.prompts)] * len(ids), "stop")
             for _ in range(n)
         ]
 
@@ -147,7 +147,7 @@ def test_an_agent_of_an_official_package_as_it_is(package: str, kind: str):
     assert (
         TOKENIZER.decode_all(group.prompt.token_ids) == "<bos><tools>calculate<user>6*7=<assistant>"
     )
-    second = next(ids for ids in policy.asked if len(ids) > len(group.prompt.token_ids))
+    second = next(ids for ids in policy.prompts if len(ids) > len(group.prompt.token_ids))
     [sample, *_] = group.samples
     assert second == [
         *group.prompt.token_ids,

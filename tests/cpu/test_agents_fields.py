@@ -51,10 +51,10 @@ class FixedCompletions:
 
     def __init__(self, *texts: str):
         self.texts = list(texts)
-        self.asked = []
+        self.prompts = []
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        self.asked.append(TOKENIZER.decode_all(prompt_ids))
+        self.prompts.append(TOKENIZER.decode_all(prompt_ids))
         completions = []
         for _ in range(n):
             text = self.texts.pop(0)
@@ -121,7 +121,7 @@ def test_stop_of_openai(stop: Any):
     policy = FixedCompletions("thinkObserve", "bOb")
     episode = talk(policy, agent)
     assert (
-        policy.asked[1] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>"
+        policy.prompts[1] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>"
         and not episode.counts["rewritten"]
     )
     assert len(episode.tree.leaves()) == 1
@@ -279,8 +279,8 @@ def test_fields_that_ask_for_nothing_else_are_taken():
     policy = FixedCompletions(CALL, "42", "3")
     episode = talk(policy, agent)
     assert (
-        policy.asked[1].endswith(f"{CALL}<eos><tool>42<assistant>")
-        and policy.asked[2] == "<bos><system>s<user>6*7=<assistant>"
+        policy.prompts[1].endswith(f"{CALL}<eos><tool>42<assistant>")
+        and policy.prompts[2] == "<bos><system>s<user>6*7=<assistant>"
     )
     assert not episode.counts["rewritten"] and len(episode.tree.leaves()) == 2, (
         "an assistant's name is the agent's label"
@@ -301,7 +301,7 @@ def test_no_tools_are_shown_where_none_may_be_called():
 
     policy = FixedCompletions(CALL, "a")
     talk(policy, agent)
-    assert policy.asked == ["<bos><user>6*7=<assistant>"] * 2
+    assert policy.prompts == ["<bos><user>6*7=<assistant>"] * 2
 
 
 FORCED = (
@@ -456,7 +456,7 @@ def test_fields_that_would_change_the_samples_are_refused() -> None:
                 )
 
     asyncio.run(run())
-    assert not policy.asked
+    assert not policy.prompts
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
                 400,
                 True,
             ), response
-            assert not policy.asked
+            assert not policy.prompts
             assert (await post(client, to, path, body))[0] == 200
 
     asyncio.run(run())

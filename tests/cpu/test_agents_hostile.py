@@ -269,7 +269,7 @@ def test_what_is_wrong_with_a_request_is_its_answer() -> None:
                     body if len(str(body)) < 200 else "",
                     response,
                 )
-            assert not policy.asked and not episode.tree.turns and not to.failed.done(), (
+            assert not policy.prompts and not episode.tree.turns and not to.failed.done(), (
                 "nothing of it has reached the policy"
             )
             assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200, (
@@ -493,7 +493,7 @@ def test_an_episode_whose_calls_are_refused_without_end_is_ended(body: Any) -> N
             assert "more than rollout.args.max_calls=5 of its calls were refused" in await to.ended
             with pytest.raises(aiohttp.ClientConnectionError):
                 await post(client, to, OPENAI, body)
-            assert episode.refused == 6 and len(policy.asked) == 1 and not to.failed.done()
+            assert episode.refused == 6 and len(policy.prompts) == 1 and not to.failed.done()
 
     asyncio.run(agent())
 

@@ -91,7 +91,7 @@ def test_one_turn_has_all_that_the_package_says_of_an_answer():
 
     policy = FixedCompletions("42", "12345")
     talk(policy, agent)
-    assert policy.asked == ["<bos><system>s<user>6*7=<assistant>"] * 2, (
+    assert policy.prompts == ["<bos><system>s<user>6*7=<assistant>"] * 2, (
         "instructions are what the developer says"
     )
 
@@ -141,7 +141,7 @@ def test_a_text_and_parallel_calls_come_back_as_one_turn(says: str, order: str):
 
     policy = FixedCompletions(f"{says}{CALL}{CALL}", "it is 42")
     episode = talk(policy, agent)
-    assert policy.asked[1] == f"{BEGIN}{says}{CALL}{CALL}<eos><tool>42<tool>42<assistant>"
+    assert policy.prompts[1] == f"{BEGIN}{says}{CALL}{CALL}<eos><tool>42<tool>42<assistant>"
     assert not episode.counts["rewritten"] and learned(episode.tree) == [
         f"{says}{CALL}{CALL}<eos>it is 42<eos>"
     ]
@@ -155,7 +155,7 @@ def test_letters_for_private_use_are_no_names_of_special_tokens():
 
     policy = FixedCompletions("42")
     talk(policy, agent)
-    assert policy.asked == ["<bos><user>6<unk>*<unk>7<unk>=<assistant>"]
+    assert policy.prompts == ["<bos><user>6<unk>*<unk>7<unk>=<assistant>"]
 
 
 def test_calls_of_two_turns_stay_two_turns():
@@ -168,7 +168,9 @@ def test_calls_of_two_turns_stay_two_turns():
 
     policy = FixedCompletions(CALL, CALL, "42")
     episode = talk(policy, agent)
-    assert policy.asked[2] == f"{BEGIN}{CALL}<eos><tool>42<assistant>{CALL}<eos><tool>42<assistant>"
+    assert (
+        policy.prompts[2] == f"{BEGIN}{CALL}<eos><tool>42<assistant>{CALL}<eos><tool>42<assistant>"
+    )
     assert not episode.counts["rewritten"] and learned(episode.tree) == [
         f"{CALL}<eos>{CALL}<eos>42<eos>"
     ]
@@ -250,7 +252,7 @@ def test_the_packages_own_stream_helper_goes_on_by_tools():
 
     policy = FixedCompletions(CALL, "42")
     episode = talk(policy, agent)
-    assert policy.asked[1] == f"{BEGIN}{CALL}<eos><tool>42<assistant>" and learned(
+    assert policy.prompts[1] == f"{BEGIN}{CALL}<eos><tool>42<assistant>" and learned(
         episode.tree
     ) == [f"{CALL}<eos>42<eos>"]
 
@@ -283,8 +285,8 @@ def test_conversations_go_on_from_a_response_and_branch():
         f"{begin}<user>{text}<assistant>"
         for text in ("a", "b", "b<assistant>3<eos><user>c", "b<assistant>3<eos><user>c")
     ]
-    assert policy.asked[1:5] == prompts, "by its id and as a whole"
-    assert policy.asked[5] == prompts[3].replace("<system>s", ""), (
+    assert policy.prompts[1:5] == prompts, "by its id and as a whole"
+    assert policy.prompts[5] == prompts[3].replace("<system>s", ""), (
         "instructions do not carry over, as OpenAI has it"
     )
     assert (
@@ -354,7 +356,7 @@ def test_a_turn_that_was_stopped_goes_on_from_what_was_sampled(by_id: bool):
 
     policy = FixedCompletions("thinkObserve", "b")
     episode = talk(policy, agent)
-    assert policy.asked[
+    assert policy.prompts[
         1
     ] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>" and learned(episode.tree) == [
         "thinkObb<eos>"
@@ -420,7 +422,7 @@ def test_fields_that_ask_for_nothing_else_are_taken():
 
     policy = FixedCompletions(CALL)
     talk(policy, agent)
-    assert policy.asked == ["<bos><user>6*7=<assistant>"]
+    assert policy.prompts == ["<bos><user>6*7=<assistant>"]
 
 
 def test_calls_at_the_same_time_are_branches():

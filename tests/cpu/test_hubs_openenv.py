@@ -72,7 +72,7 @@ def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
     start = (
         "<bos><tools>calculate,answer,picture,fields,own<system>be right<user>343*706=<assistant>"
     )
-    assert policy.asked == [start, f"{start}{turns[0]}<eos><tool>242158<assistant>"]
+    assert policy.prompts == [start, f"{start}{turns[0]}<eos><tool>242158<assistant>"]
     assert (
         sample.text == f"{turns[0]}<eos><tool>242158<assistant>{turns[1]}<eos>"
         and sample.reward == 1.0
@@ -96,7 +96,7 @@ def test_what_a_tool_refuses_is_told_to_the_policy_and_counted(products: Played)
     ]
     policy = Saying(*turns)
     [sample] = products(policy, {"prompt": "", "reset": {"seed": 3}}, max_tokens=2000).samples
-    tool_results = policy.asked[-1].split("<tool>")[1:]
+    tool_results = policy.prompts[-1].split("<tool>")[1:]
     assert [part.split("<assistant>")[0][:40] for part in tool_results] == [
         "error: 2 validation errors for call[calc",
         "error: Error calling tool 'calculate': n",
@@ -114,7 +114,7 @@ def test_what_a_tool_refuses_is_told_to_the_policy_and_counted(products: Played)
 def test_what_a_tool_says_that_is_no_text(products: Played, tool: str, shown: str):
     policy = Saying(call(tool, {}), "enough")
     [sample] = products(policy, {"prompt": "", "reset": {"seed": 3}}, max_tokens=2000).samples
-    assert f"<eos><tool>{shown}<assistant>" in policy.asked[1] and not any(
+    assert f"<eos><tool>{shown}<assistant>" in policy.prompts[1] and not any(
         map(sample.metrics.get, FAILED)
     )
 
@@ -128,7 +128,7 @@ def test_a_prompt_whose_contents_are_parts(boards: Played):
             "reset": {"seed": 5},
         },
     )
-    assert policy.asked[0] == "<bos><user>move\nseed 5<assistant>"
+    assert policy.prompts[0] == "<bos><user>move\nseed 5<assistant>"
 
 
 def test_too_large_start_has_no_room_and_is_tried_once(
@@ -142,9 +142,9 @@ def test_too_large_start_has_no_room_and_is_tried_once(
 def test_a_policy_whose_texts_are_actions(boards: Played):
     policy = Saying("ab", "cd", "ef")
     [sample] = boards(policy, {"prompt": "move", "reset": {"seed": 5}}).samples
-    assert policy.asked[0] == "<bos><user>move\nseed 5<assistant>"
+    assert policy.prompts[0] == "<bos><user>move\nseed 5<assistant>"
     assert (
-        policy.asked[2]
+        policy.prompts[2]
         == "<bos><user>move\nseed 5<assistant>ab<eos><user>ba<assistant>cd<eos><user>dc<assistant>"
     )
     assert (
@@ -172,10 +172,10 @@ def test_environment_without_tools_takes_calls_of_one_tool():
     )
     with opened() as played:
         [sample] = played(policy, {"reset": {}}).samples
-    assert policy.asked[0].startswith("<bos><tools>step<user>seed None<assistant>")
+    assert policy.prompts[0].startswith("<bos><tools>step<user>seed None<assistant>")
     assert (
-        "<tool>baba<assistant>" in policy.asked[1]
-        and "<tool>error: the action does not have the form of one" in policy.asked[2]
+        "<tool>baba<assistant>" in policy.prompts[1]
+        and "<tool>error: the action does not have the form of one" in policy.prompts[2]
     )
     assert (sample.reward, sample.metrics["env_steps"], sample.metrics["env_refused"]) == (
         0.25,
@@ -222,7 +222,7 @@ def test_an_episode_that_is_over_at_once_drops_its_prompt(boards: Played):
 def test_fields_that_no_observation_has_are_told(capfd: pytest.CaptureFixture[str]):
     with opened(shown=["bord", "metadata"], **TEXT) as played:
         assert played(policy := Saying("ab"), {"reset": {}}).samples[0].reward == 1.5
-    assert policy.asked[0] == '<bos><user>{"metadata": {}}<assistant>'
+    assert policy.prompts[0] == '<bos><user>{"metadata": {}}<assistant>'
     with opened(shown=["bord"], retries=0, **TEXT) as played:
         assert played(Saying("ab"), {"reset": {}}).samples[0].finish_reason == UNANSWERED
     assert "shown=bord: the first observation has metadata, board" in capfd.readouterr().out
@@ -311,7 +311,7 @@ def test_episodes_go_to_live_servers_and_wait_for_a_lost_one(urls: list[str], se
         assert [sample.reward for sample in samples] == [1.5] * 4
         servers[1].kill()
         servers[1].wait()
-        played._others.add(psutil.Process((back := serve_at(urls[1])).pid))
+        played.earlier_children.add(psutil.Process((back := serve_at(urls[1])).pid))
         servers.append(back)
         assert played(Saying("ab"), {"reset": {}}).samples[0].reward == 1.5
 
@@ -353,7 +353,7 @@ def test_full_server_is_asked_again_for_its_tools(urls: list[str], servers: list
     with subprocess.Popen([THERE, "-c", HOLDS, urls[0]], stdout=subprocess.PIPE) as holds:
         assert holds.stdout is not None and holds.stdout.readline() == b"holds\n"
         with opened(server=urls[0], retries=0) as played:
-            played._others.add(psutil.Process(holds.pid))
+            played.earlier_children.add(psutil.Process(holds.pid))
             [sample] = played(Saying(call("step", {"text": "ab"}), "enough"), {"reset": {}}).samples
     assert sample.reward == 0.25
 
@@ -393,7 +393,7 @@ def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
     ]
     policy = Saying("ab")
     boards(policy, read(files["eval"])[1])
-    assert policy.asked[0] == "<bos><system>s<user>i\ntest 1<assistant>"
+    assert policy.prompts[0] == "<bos><system>s<user>i\ntest 1<assistant>"
     with pytest.raises(ConfigError, match="rollout.args.rows has no eval"):
         write_rows({**arguments, "rows": {"train": 3}}, files)
 

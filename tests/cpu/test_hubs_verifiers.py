@@ -156,7 +156,7 @@ def test_a_row_that_has_no_room_is_tried_once():
     assert (
         sample.finish_reason == UNANSWERED
         and sample.metrics["out_of_room"] == 1
-        and not policy.asked
+        and not policy.prompts
     )
 
 
@@ -254,7 +254,7 @@ def test_an_environment_of_the_package_itself(tmp_path: Path):
         f"{right}<eos>": 1.0,
         "no answer<eos>": 0.0,
     }
-    assert policy.asked == [f"<bos><user>{row['question']}<assistant>"] * 2
+    assert policy.prompts == [f"<bos><user>{row['question']}<assistant>"] * 2
     assert samples[0].metrics["check_answer_reward_func"] == samples[0].reward and not any(
         map(samples[0].metrics.get, FAILED)
     )

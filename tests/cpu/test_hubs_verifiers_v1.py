@@ -136,7 +136,7 @@ def test_turns_and_tools_of_an_episode_are_one_sequence(row: dict[str, Any]):
     policy = Saying(called, "3")
     [sample] = play(row, policy, args=args(turns=2, tools=True)).samples
     begin = "<bos><tools>calculator_add<system>Add.<user>2+1<assistant>"
-    assert policy.asked == [begin, f"{begin}{called}<eos><tool>3<assistant>"]
+    assert policy.prompts == [begin, f"{begin}{called}<eos><tool>3<assistant>"]
     assert sample.text == f"{called}<eos><tool>3<assistant>3<eos>" and sample.reward == 0.75
     sampled = [
         token
@@ -193,5 +193,5 @@ def test_a_row_of_another_task_is_not_played(
     for changed in ({"task": {**row["task"], "answer": "4"}}, {"taskset": "products"}):
         policy = Saying("3")
         [sample] = play({**row, **changed}, policy, args=args(), retries=0).samples
-        assert sample.finish_reason == UNANSWERED and not policy.asked
+        assert sample.finish_reason == UNANSWERED and not policy.prompts
         assert "write the rows again with megarl rows" in capfd.readouterr().out

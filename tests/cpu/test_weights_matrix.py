@@ -204,7 +204,7 @@ def engine_of(
 def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
     folder = folder / str(setting)
     dtype = getattr(torch, setting.dtype)
-    model = {
+    model: dict[str, Any] = {
         "seed": 1,
         "dtype": dtype,
         "tied": FAMILIES[setting.family],

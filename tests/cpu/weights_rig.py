@@ -245,16 +245,16 @@ class OneAtATime[K, V]:
     def __init__(self, open: Callable[[K], AbstractContextManager[V]]):
         self._open = open
         self._stack = contextlib.ExitStack()
-        self._kept: tuple[K, V] | None = None
+        self._current: tuple[K, V] | None = None
 
     def of(self, key: K) -> V:
-        if self._kept is None or self._kept[0] != key:
+        if self._current is None or self._current[0] != key:
             self.close()
-            self._kept = (key, self._stack.enter_context(self._open(key)))
-        return self._kept[1]
+            self._current = (key, self._stack.enter_context(self._open(key)))
+        return self._current[1]
 
     def close(self) -> None:
-        self._kept = None
+        self._current = None
         self._stack.close()
 
 

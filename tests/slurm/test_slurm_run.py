@@ -247,7 +247,7 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
         )
         phases[phase] = of_phase()
 
-    def said(text: str) -> Callable[[], bool]:
+    def log_has(text: str) -> Callable[[], bool]:
         return lambda: text in driver_log.read_text()
 
     job = submit(cluster, log, *overrides, options="--nodes=2 --exclusive")
@@ -259,7 +259,7 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
         options=("--output", str(joins), "--nodes=2", "--exclusive"),
         cwd=ROOT,
     )
-    wait_until(said("engine 2 at"), "two engines that start", START_S)
+    wait_until(log_has("engine 2 at"), "two engines that start", START_S)
     steps("three engines", 3)
     assert (
         cluster.run([".venv/bin/megarl", "engines", "remove", str(run_dir), "1"], cwd=ROOT).stdout
@@ -273,7 +273,7 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
     }
     cluster.kill_node(node)
     steps("one again", 1)
-    wait_until(said("engine 2 has left"), "notice that it will not come back", START_S)
+    wait_until(log_has("engine 2 has left"), "notice that it will not come back", START_S)
     wait_until(lambda: cluster.state(second) == "PENDING", "the second job in the queue again", 90)
     cluster.start_node(node)
     steps("three again", 3)

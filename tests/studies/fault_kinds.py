@@ -200,7 +200,7 @@ class FaultRun:
         default_factory=set
     )  # descendants of the current launcher
     _read: dict[Path, int] = field(default_factory=dict)  # bytes read from each log
-    _heard: str = ""  # the text since the last mark
+    _output: str = ""  # the text since the last mark
 
     def __post_init__(self) -> None:
         self.run_dir = self.folder / RUN_DIR
@@ -238,7 +238,7 @@ class FaultRun:
         self.launches = self.launches + 1
         self.known_processes = set()
         self._read = {}
-        self._heard = ""
+        self._output = ""
         with open(self.output, "wb") as file:
             self.started = subprocess.Popen(
                 command,
@@ -266,11 +266,11 @@ class FaultRun:
     def mark(self) -> None:
         """From now on `said` looks only at the output of launcher and driver after this call."""
         self._listen()
-        self._heard = ""
+        self._output = ""
 
-    def said(self, pattern: str) -> bool:
+    def has_printed(self, pattern: str) -> bool:
         self._listen()
-        return re.search(pattern, self._heard) is not None
+        return re.search(pattern, self._output) is not None
 
     def _listen(self) -> None:
         for path in (self.output, self.driver_log):
@@ -279,7 +279,7 @@ class FaultRun:
                     file.seek(self._read.get(path, 0))
                     new = file.read()
                 self._read[path] = self._read.get(path, 0) + len(new)
-                self._heard += re.sub(NOISE, "", new.decode(errors="replace"))
+                self._output += re.sub(NOISE, "", new.decode(errors="replace"))
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """The launcher's descendants whose command lines contain all the words."""
@@ -611,7 +611,7 @@ def port_stolen(run: FaultRun, random: Random) -> dict[str, str]:
 
     run.wait_until(takes_the_port, f"port {port}", STARTED_S, every_s=0.001)
     run.wait_until(
-        lambda: run.said(f"port {port}, .* has been taken by process {os.getpid()}"),
+        lambda: run.has_printed(f"port {port}, .* has been taken by process {os.getpid()}"),
         f"word of port {port}",
         STARTED_S,
     )
@@ -829,7 +829,7 @@ def shared_memory_filled(run: FaultRun, random: Random) -> dict[str, str]:
     fill(SHARED_MEMORY)
     run.engine(index).kill()
     run.wait_until(
-        lambda: run.said(str(SHARED_MEMORY)), "word of the full shared memory", STARTED_S
+        lambda: run.has_printed(str(SHARED_MEMORY)), "word of the full shared memory", STARTED_S
     )
     shared_memory_emptied(run)
     return {"engine": str(index)}

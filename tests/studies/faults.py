@@ -185,9 +185,9 @@ def carry_out(run: FaultRun, name: str, random: Random) -> Fault:
 def survive(run: FaultRun, notice: str, recovered: str) -> None:
     """Waits until the run has named the cause, recovered and made two steps. Raises Hang, Ended."""
     if notice:
-        run.wait_until(lambda: run.said(notice), f"word of it ({notice})", STARTED_S)
+        run.wait_until(lambda: run.has_printed(notice), f"word of it ({notice})", STARTED_S)
     if recovered:
-        run.wait_until(lambda: run.said(recovered), f"recovery ({recovered})", STARTED_S)
+        run.wait_until(lambda: run.has_printed(recovered), f"recovery ({recovered})", STARTED_S)
     run.wait_steps(2)
 
 
@@ -198,7 +198,7 @@ def end(run: FaultRun, fault: Fault, notice: str, status: int) -> None:
     """
     exit_status = run.exit_status(STARTED_S)
     fault.orphans += run.orphans()
-    if exit_status != status or not run.said(notice):
+    if exit_status != status or not run.has_printed(notice):
         raise Ended(
             f"it ended with {exit_status}, not {status}, or did not say "
             f"{notice!r}:\n{run.output.read_text(errors='replace')[-3000:]}"

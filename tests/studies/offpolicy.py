@@ -705,7 +705,7 @@ class Study:
             tokenizer,
             judge_of(config),
         )
-        settings = {
+        settings: dict[str, Any] = {
             "initial": self.initial(cell),
             "reward_model": self.reward_model(cell) if self.learned else None,
             "held_out": held_out,

@@ -37,7 +37,7 @@ def test_an_unknown_kind_is_refused_by_name():
 
 def test_an_order_is_carried_out_once(tmp_path: Path):
     fault_kinds.order(tmp_path, "die", "now")
-    assert [fault_kinds.taken(tmp_path, "die") for _ in range(2)] == ["now", None]
+    assert [fault_kinds.take_order(tmp_path, "die") for _ in range(2)] == ["now", None]
 
 
 def test_lost_repeated_and_unrecorded_prompts_are_found(tmp_path: Path):
