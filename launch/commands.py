@@ -58,7 +58,7 @@ from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import EngineGroup, generator_ranks, gpus_of_run, gpus_per_node
 from megarl.plan.weights import (
     WARM,
-    Weights,
+    WeightsSource,
     begin_with,
     needs_first_weights,
     needs_reference,
@@ -725,7 +725,9 @@ def evaluate_checkpoint(
         with contextlib.redirect_stdout(sys.stderr if quiet else sys.stdout):
             checkpoint = export(plan, folder, step, best=best)
         exported = replace(plan.config, model=replace(plan.config.model, path=folder))
-        plan = replace(resolve(exported, "eval"), weights=Weights(folder, checkpoint=checkpoint))
+        plan = replace(
+            resolve(exported, "eval"), weights=WeightsSource(folder, checkpoint=checkpoint)
+        )
     return evaluate(plan, quiet)
 
 
@@ -778,7 +780,7 @@ def warm(plan: RunPlan) -> None:
         )
 
 
-def evaluation_text(result: Mapping[str, Any], weights: Weights) -> str:
+def evaluation_text(result: Mapping[str, Any], weights: WeightsSource) -> str:
     """A line for each held-out set."""
     lines = [f"held-out scores of {weights}"]
     for name, scores in sets(result).items():

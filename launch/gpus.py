@@ -23,13 +23,13 @@ MIG = "MIG-"  # how the name of a MIG instance begins
 
 
 @dataclass(frozen=True)
-class Gpu:
+class InstalledGpu:
     name: str  # as in CUDA_VISIBLE_DEVICES: an index or a UUID
     address: str  # PCI address, such as 0000:1b:00.0; empty if unknown
 
 
 @functools.cache
-def gpus() -> tuple[Gpu, ...]:
+def gpus() -> tuple[InstalledGpu, ...]:
     """The GPUs that this launch may use, in CUDA's order. Does not need torch."""
     shown = nvidia_smi("--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
     return visible(
@@ -37,7 +37,9 @@ def gpus() -> tuple[Gpu, ...]:
     )
 
 
-def visible(shown: Sequence[tuple[str, ...]], visible_devices: str | None) -> tuple[Gpu, ...]:
+def visible(
+    shown: Sequence[tuple[str, ...]], visible_devices: str | None
+) -> tuple[InstalledGpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES=`visible_devices` admits, from the driver's list of
     (index, UUID, bus id). None: it is not set.
 
@@ -47,7 +49,7 @@ def visible(shown: Sequence[tuple[str, ...]], visible_devices: str | None) -> tu
     wherever it stands; only after that the first entry without a GPU ends the list.
     """
     if visible_devices is None:
-        return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
+        return tuple(InstalledGpu(index, sysfs_address(bus)) for index, _, bus in shown)
     kind = next((prefix for prefix in ("GPU-", MIG) if visible_devices.startswith(prefix)), "")
     entries = visible_devices.split(",")
     if not kind:
@@ -56,7 +58,7 @@ def visible(shown: Sequence[tuple[str, ...]], visible_devices: str | None) -> tu
     if len(set(names)) < len(names):
         return ()
     if kind == MIG:  # not in the driver's list, and so without an address
-        return tuple(Gpu(name, "") for name in names)
+        return tuple(InstalledGpu(name, "") for name in names)
     buses: list[str] = []
     for name in names:
         if kind:
@@ -68,7 +70,7 @@ def visible(shown: Sequence[tuple[str, ...]], visible_devices: str | None) -> tu
         buses += matches
     if len(set(buses)) < len(buses):
         return ()
-    return tuple(Gpu(name, sysfs_address(bus)) for name, bus in zip(names, buses))
+    return tuple(InstalledGpu(name, sysfs_address(bus)) for name, bus in zip(names, buses))
 
 
 def memory_gib() -> dict[str, float]:

@@ -30,7 +30,14 @@ from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import ITEM_BYTES, parameter_count
 from megarl.rewards.extract import answer_forms
 from megarl.rewards.pool import RewardMistake
-from megarl.rewards.score import CORRECT, Part, Score, ScoreRequest, parts_in_evaluation, parts_of
+from megarl.rewards.score import (
+    CORRECT,
+    RewardPart,
+    Score,
+    ScoreRequest,
+    parts_in_evaluation,
+    parts_of,
+)
 from megarl.roles.plan import ServedRole, read_as
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.teachers.plan import FrozenRole
@@ -130,7 +137,7 @@ class RewardTrial:
     starts. A dry run shows them.
     """
 
-    part: Part
+    part: RewardPart
     key: str  # config key of the dataset
     scores: Mapping[str, Sequence[Score]]  # name in TEXTS -> score of each row
     unread_form: str = ""  # in which a prompt asks for the answer, and the rule finds none
@@ -188,7 +195,7 @@ def try_rewards(
         return []  # the environment gives the reward
     if config.rollout.name == PROGRAM and config.rollout.args.get("reward") == PROGRAM:
         return []  # the program gives the reward
-    rows_by_part: dict[Part, list[tuple[Checked, list[Row]]]] = {}
+    rows_by_part: dict[RewardPart, list[tuple[Checked, list[Row]]]] = {}
     for checked in datasets:
         rows = [row for row in checked.first if isinstance(row, Row)]
         if not rows:
@@ -215,7 +222,7 @@ def try_rewards(
 
 async def _try_parts(
     config: RunConfig,
-    rows_by_part: Mapping[Part, Sequence[tuple[Checked, Sequence[Row]]]],
+    rows_by_part: Mapping[RewardPart, Sequence[tuple[Checked, Sequence[Row]]]],
     tokenizer: Tokenizer | None,
     logs: Path,
 ) -> list[RewardTrial]:
@@ -250,7 +257,10 @@ async def _try_parts(
 
 
 async def _unread_form(
-    rows: Sequence[Row], part: Part, key: str, score: Callable[[ScoreRequest], Awaitable[Score]]
+    rows: Sequence[Row],
+    part: RewardPart,
+    key: str,
+    score: Callable[[ScoreRequest], Awaitable[Score]],
 ) -> str:
     """A form for which a prompt asks, if the built-in rule reads none of those in that prompt; else
     empty.
@@ -268,7 +278,7 @@ async def _unread_form(
 
 
 def _request(
-    row: Row, part: Part, key: str, text: str | None, tokenizer: Tokenizer | None
+    row: Row, part: RewardPart, key: str, text: str | None, tokenizer: Tokenizer | None
 ) -> ScoreRequest:
     response = row.answer if text is None else text
     source = ""

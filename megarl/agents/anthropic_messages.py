@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.agents.episode import Answer, Refused, openai_call
+from megarl.agents.episode import Answer, RequestRefused, openai_call
 from megarl.agents.openai_chat import (
     FORCED,
     TRAINED,
@@ -43,14 +43,16 @@ IGNORED = frozenset(  # as in openai_chat.py
 
 
 def read_request(body: dict[str, Any]) -> Request:
-    """Raises Refused for settings that cannot be honoured.
+    """Raises RequestRefused for settings that cannot be honoured.
 
     Ignores temperature and top_p: the run decides how tokens are drawn.
     """
     refuse_unless_neutral(body, _NEUTRAL)
     form = (body.get("output_config") or {}).get("format")
     if form is not None:
-        raise Refused(f"output_config.format={str(form)[:50]}: no format can be forced: {FORCED}")
+        raise RequestRefused(
+            f"output_config.format={str(form)[:50]}: no format can be forced: {FORCED}"
+        )
     choice = tool_choice("tool_choice.type", (body.get("tool_choice") or {}).get("type", "auto"))
     tools = [] if choice == "none" else [*map(_tool, body.get("tools") or [])]
     system = text_of(body.get("system"))
@@ -72,7 +74,7 @@ def read_request(body: dict[str, Any]) -> Request:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if "input_schema" not in tool or not isinstance(tool["name"], str):
         shown = f"{tool.get('name')} of type {tool.get('type')}"[:100]
-        raise Refused(
+        raise RequestRefused(
             f"tools: {shown}: only tools of your own, with a name and an input_schema, are "
             "supported"
         )
@@ -89,12 +91,12 @@ def _messages(message: dict[str, Any]) -> list[Message]:
     role = message["role"]
     content = message["content"]
     if role not in ("user", "assistant"):
-        raise Refused(f"role={str(role)[:50]}: must be user or assistant")
+        raise RequestRefused(f"role={str(role)[:50]}: must be user or assistant")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     kinds = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
     refused_kinds = [block["type"] for block in blocks if block["type"] not in kinds]
     if refused_kinds:
-        raise Refused(
+        raise RequestRefused(
             f"content of type {str(refused_kinds[0])[:50]} by the {role}: only "
             f"{' and '.join(kinds)} are supported"
         )

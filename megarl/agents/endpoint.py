@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from megarl.agents import anthropic_messages, openai_chat, openai_responses
-from megarl.agents.episode import MISFORMED, TOO_LARGE, Answer, Episode, Refused, Turn
+from megarl.agents.episode import MISFORMED, TOO_LARGE, Answer, Episode, RequestRefused, Turn
 from megarl.agents.openai_chat import Request
 from megarl.agents.openai_responses import ResponsesRequest
 
@@ -181,7 +181,7 @@ class _OpenEpisode(NamedTuple):
     failed: asyncio.Future[None]
     ended: asyncio.Future[str]
 
-    def refuse(self, refusal: Refused) -> None:
+    def refuse(self, refusal: RequestRefused) -> None:
         """Counts a refused call. Too many of them end the episode, since they only cost time."""
         self.episode.refuse(refusal)
         self._end_if_exhausted()
@@ -198,7 +198,7 @@ class _OpenEpisode(NamedTuple):
             self.ended.set_result(self.episode.exhausted)
 
 
-class Endpoint:
+class ModelEndpoint:
     """The endpoint of all episodes.
 
     Open it in the event loop in which the episodes' calls are to run.
@@ -296,13 +296,13 @@ class Endpoint:
                 answered = await answer(
                     open_episode.episode, await _read_request(request, open_episode.episode, form)
                 )
-            except Refused as refusal:
+            except RequestRefused as refusal:
                 open_episode.refuse(refusal)
                 return refused(
                     str(refusal), refusal.kind, refusal.status, bool(open_episode.episode.exhausted)
                 )
             except asyncio.CancelledError:
-                open_episode.refuse(Refused("it was given up"))
+                open_episode.refuse(RequestRefused("it was given up"))
                 raise
             except Exception as failure:
                 # from the engine, or a bug here: the rollout fails with it
@@ -330,14 +330,14 @@ def _fail(failed: asyncio.Future[None], failure: BaseException | None) -> None:
 
 
 async def _read_request(request: web.Request, episode: Episode, form: ModuleType) -> Any:
-    """Reads the call's request. Raises Refused."""
+    """Reads the call's request. Raises RequestRefused."""
     try:
         body = await _read(
             request, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * episode.sampling.max_tokens
         )
         return await episode.aside(lambda: form.read_request(msgspec.json.decode(body)))
     except (*MISFORMED, web.RequestPayloadError) as mistake:
-        raise Refused(
+        raise RequestRefused(
             f"the request does not have the required form: {mistake!r}"[:500]
         ) from mistake
 
@@ -347,7 +347,7 @@ async def _read(request: web.Request, most_bytes: int) -> bytes:
     async for piece in request.content.iter_any():
         body += piece
         if len(body) > most_bytes:
-            raise Refused(f"the request has more than {most_bytes} bytes", TOO_LARGE, 413)
+            raise RequestRefused(f"the request has more than {most_bytes} bytes", TOO_LARGE, 413)
     return bytes(body)
 
 

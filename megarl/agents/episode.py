@@ -236,7 +236,7 @@ _Result = TypeVar("_Result")
 MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The reason why a call is not answered. The agent gets it as an error."""
 
     def __init__(self, message: str, kind: str = "invalid_request_error", status: int = 400):
@@ -340,7 +340,7 @@ class Episode:
         Messages and tools are in OpenAI's form; contents are texts. A turn also ends at any of the
         strings in `stop`. `arguments`: variables of the chat template, beside those of
         model.chat_template. In one episode the same messages and `seed` give the same turns;
-        without `seed` each call draws others. Raises: Refused, EngineError, TimeoutError.
+        without `seed` each call draws others. Raises: RequestRefused, EngineError, TimeoutError.
 
         A cancelled call adds nothing to the tree, since nobody has seen its answer.
         """
@@ -387,7 +387,7 @@ class Episode:
                 await asyncio.gather(running, return_exceptions=True)
                 raise
 
-    def refuse(self, refusal: Refused) -> None:
+    def refuse(self, refusal: RequestRefused) -> None:
         """Counts a call that was not answered."""
         self.refused += 1
         self.last_refusal = str(refusal)
@@ -400,7 +400,7 @@ class Episode:
         """
         for turn in turns:
             self.tree.drop(turn)
-        self.refuse(Refused("its answer was not read"))
+        self.refuse(RequestRefused("its answer was not read"))
 
     @property
     def last_content(self) -> str:
@@ -440,11 +440,11 @@ class Episode:
     ) -> int:
         """The number of tokens in the prompt of these messages, all tokenised from text.
 
-        Raises Refused.
+        Raises RequestRefused.
         """
         self._counted += 1
         if self._counted > _COUNTED_A_CALL * self.max_calls:
-            raise Refused(
+            raise RequestRefused(
                 f"tokens are counted {_COUNTED_A_CALL} times for each of "
                 f"rollout.args.max_calls={self.max_calls}",
                 "max_calls",
@@ -452,7 +452,7 @@ class Episode:
         try:
             return len(await self.aside(lambda: self._place(messages, tools, arguments, None)[1]))
         except MISFORMED as error:
-            raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
+            raise RequestRefused(f"the conversation cannot be rendered: {error}"[:500]) from error
 
     def logprobs(self, answer: Answer) -> list[tuple[str, float]]:
         """The text and log-prob of each sampled token of an answer, without end-of-text."""
@@ -472,16 +472,16 @@ class Episode:
         stop: Sequence[str],
         arguments: Mapping[str, Any],
     ) -> _CallPosition:
-        """Raises Refused."""
+        """Raises RequestRefused."""
         if not messages or messages[-1]["role"] == "assistant":
-            raise Refused(
+            raise RequestRefused(
                 "the last message must not be the assistant's: the policy does not continue a "
                 "turn that it has not sampled"
             )
         if self._started + n > self.max_calls:
             raise self._no_more_calls()
         if len(stop) + len(self.sampling.stop) > MOST_STRINGS:
-            raise Refused(
+            raise RequestRefused(
                 f"stop: {len(stop)} texts; with those of rollout.stop, there can be {MOST_STRINGS}"
             )
 
@@ -495,7 +495,7 @@ class Episode:
             await self.parser("", tools)
             position = await self.aside(place)
         except MISFORMED as error:
-            raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
+            raise RequestRefused(f"the conversation cannot be rendered: {error}"[:500]) from error
         if self._started + n > self.max_calls:  # other calls may have begun meanwhile
             raise self._no_more_calls()
         return position
@@ -510,7 +510,7 @@ class Episode:
         """The turn that the messages continue, and the ids between it and the new turn.
 
         Without `conversations` (the names of the conversations up to each message) the turn is
-        None. Raises ValueError if the template refuses the messages, and Refused.
+        None. Raises ValueError if the template refuses the messages, and RequestRefused.
         """
         if len(messages) > self.sampling.max_tokens:
             raise self._too_long(f"{len(messages)} messages")
@@ -523,7 +523,7 @@ class Episode:
             raise self._too_long(f"{len(rendered)} characters")
         for name in map(name_of, tools):
             if name not in rendered and json.dumps(name)[1:-1] not in rendered:
-                raise Refused(
+                raise RequestRefused(
                     f"tools: the model's chat template leaves out the tool {str(name)[:100]!r}, "
                     "so the policy would not see it"
                 )
@@ -553,18 +553,20 @@ class Episode:
             self.counts["unstable"] += 1
         return None, stand_ins.encode(rendered, self.tokenizer)
 
-    def _no_more_calls(self) -> Refused:
-        return Refused(
+    def _no_more_calls(self) -> RequestRefused:
+        return RequestRefused(
             f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample",
             "max_calls",
         )
 
-    def _too_long(self, length: str) -> Refused:
+    def _too_long(self, length: str) -> RequestRefused:
         limit = (
             f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation "
             "may have"
         )
-        return Refused(f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG)
+        return RequestRefused(
+            f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG
+        )
 
     async def _parse(
         self, completion: Completion, tools: Tools, stops: Sequence[str]

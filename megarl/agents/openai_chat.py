@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megarl.agents.episode import Answer, Refused, openai_call
+from megarl.agents.episode import Answer, RequestRefused, openai_call
 from megarl.data.chat import RESERVED, Message
 from megarl.generator.tool_parsers import ToolCall
 
@@ -118,13 +118,13 @@ class Request(NamedTuple):
 
 
 def read_request(body: dict[str, Any]) -> Request:
-    """Raises Refused for settings that cannot be honoured.
+    """Raises RequestRefused for settings that cannot be honoured.
 
     Ignores temperature and top_p: the run decides how tokens are drawn.
     """
     asked_format = (body.get("response_format") or {}).get("type", "text")
     if asked_format != "text":
-        raise Refused(
+        raise RequestRefused(
             f"response_format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}"
         )
     refuse_unless_neutral(body, NEUTRAL)
@@ -133,7 +133,7 @@ def read_request(body: dict[str, Any]) -> Request:
     tools = [] if choice == "none" else body.get("tools") or []
     for tool in tools:
         if tool.get("type") != "function" or not isinstance(tool["function"]["name"], str):
-            raise Refused(f"tools: of type {tool.get('type')}; only functions are supported")
+            raise RequestRefused(f"tools: of type {tool.get('type')}; only functions are supported")
     most = whole_number(body, "max_completion_tokens") or whole_number(body, "max_tokens")
     return Request(
         messages=[*map(_message, body["messages"])],
@@ -153,12 +153,12 @@ def read_request(body: dict[str, Any]) -> Request:
 def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
     """Variables of the chat template, which vLLM and SGLang take too.
 
-    Raises Refused for those that are no arguments.
+    Raises RequestRefused for those that are no arguments.
     """
     arguments = body.get("chat_template_kwargs") or {}
     for name in arguments:
         if name in RESERVED:
-            raise Refused(
+            raise RequestRefused(
                 f"chat_template_kwargs: {name} is set for every conversation; it cannot be an "
                 "argument of the template"
             )
@@ -172,13 +172,13 @@ def refuse_unless_neutral(
         value = body.get(name)
         if value is not None and value not in values:
             only = f"must be {' or '.join(map(str, values))}" if values else "cannot be set"
-            raise Refused(f"{name}={str(value)[:50]}: {only}: {reason}")
+            raise RequestRefused(f"{name}={str(value)[:50]}: {only}: {reason}")
 
 
 def tool_choice(name: str, choice: Any) -> str:
-    """The request's choice: auto or none. Raises Refused if it would force a call."""
+    """The request's choice: auto or none. Raises RequestRefused if it would force a call."""
     if choice not in ("auto", "none"):
-        raise Refused(
+        raise RequestRefused(
             f"{name}={str(choice)[:100]}: must be auto or none: no call can be forced upon the "
             f"policy: {FORCED}"
         )
@@ -186,11 +186,11 @@ def tool_choice(name: str, choice: Any) -> str:
 
 
 def stop_strings(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """The stop strings of a request, a text or a list of texts. Raises Refused for other values."""
+    """The stop strings of a request, a text or a list of texts. Raises RequestRefused for other values."""
     value = body.get(name) or []
     texts = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and 0 < len(text) <= _MOST_STOP_LETTERS for text in texts):
-        raise Refused(
+        raise RequestRefused(
             f"{name}={str(value)[:50]}: must be texts of 1 to {_MOST_STOP_LETTERS} characters"
         )
     return texts
@@ -199,18 +199,18 @@ def stop_strings(body: dict[str, Any], name: str) -> tuple[str, ...]:
 def _seed(body: dict[str, Any]) -> int | None:
     seed = body.get("seed")
     if seed is not None and type(seed) is not int:
-        raise Refused(f"seed={str(seed)[:50]}: must be a whole number")
+        raise RequestRefused(f"seed={str(seed)[:50]}: must be a whole number")
     return seed
 
 
 def whole_number(body: dict[str, Any], name: str, most: int = 1 << 31) -> int | None:
     """A field of the request; None if it is not set.
 
-    Raises Refused if it is not a whole number from 1 to `most`.
+    Raises RequestRefused if it is not a whole number from 1 to `most`.
     """
     value = body.get(name)
     if value is not None and (type(value) is not int or not 1 <= value <= most):
-        raise Refused(f"{name}={str(value)[:50]}: must be a whole number from 1 to {most}")
+        raise RequestRefused(f"{name}={str(value)[:50]}: must be a whole number from 1 to {most}")
     return value
 
 
@@ -223,14 +223,14 @@ def text_of(content: Any, *kinds: str) -> str:
         return content or ""
     for part in content:
         if part.get("type") not in (kinds or ("text",)):
-            raise Refused(f"content of type {part.get('type')}: only text is supported")
+            raise RequestRefused(f"content of type {part.get('type')}: only text is supported")
     return "".join(part["text"] for part in content)
 
 
 def _message(message: dict[str, Any]) -> Message:
     role = ROLES.get(message["role"])
     if role is None:
-        raise Refused(f"role={str(message['role'])[:50]}: must be {', '.join(ROLES)}")
+        raise RequestRefused(f"role={str(message['role'])[:50]}: must be {', '.join(ROLES)}")
     fields = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
     calls = []
     for call in message.get("tool_calls") or ():

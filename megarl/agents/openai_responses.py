@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megarl.agents.episode import Answer, Episode, Refused, StoredConversation, openai_call
+from megarl.agents.episode import Answer, Episode, RequestRefused, StoredConversation, openai_call
 from megarl.agents.openai_chat import (
     FORCED,
     NEUTRAL,
@@ -77,14 +77,14 @@ class ResponsesRequest(NamedTuple):
 
 
 def read_request(body: dict[str, Any]) -> ResponsesRequest:
-    """Raises Refused for settings that cannot be honoured.
+    """Raises RequestRefused for settings that cannot be honoured.
 
     Ignores temperature and top_p: the run decides how tokens are drawn.
     """
     refuse_unless_neutral(body, _NEUTRAL)
     asked_format = ((body.get("text") or {}).get("format") or {}).get("type", "text")
     if asked_format != "text":
-        raise Refused(
+        raise RequestRefused(
             f"text.format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}"
         )
     choice = tool_choice("tool_choice", body.get("tool_choice") or "auto")
@@ -107,7 +107,7 @@ def read_request(body: dict[str, Any]) -> ResponsesRequest:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool["type"] != "function":
-        raise Refused(
+        raise RequestRefused(
             f"tools: of type {str(tool['type'])[:50]}: only functions are supported: the endpoint "
             "calls no tools"
         )
@@ -124,7 +124,7 @@ def _messages(item: dict[str, Any]) -> list[Message]:
     if kind == "message":
         role = ROLES.get(item["role"])
         if role in (None, "tool"):
-            raise Refused(
+            raise RequestRefused(
                 f"role={str(item['role'])[:50]}: must be developer, system, user, assistant"
             )
         return [{"role": role, "content": text_of(item["content"], "input_text", "output_text")}]
@@ -137,12 +137,12 @@ def _messages(item: dict[str, Any]) -> list[Message]:
         content = text_of(item["output"], "input_text", "output_text")
         return [{"role": "tool", "tool_call_id": call_id, "content": content}]
     if kind != "reasoning":
-        raise Refused(
+        raise RequestRefused(
             f"input: an item of type {str(kind)[:50]}: only message, function_call and "
             "function_call_output are supported"
         )
     if item.get("summary") or item.get("content"):
-        raise Refused(
+        raise RequestRefused(
             "input: reasoning with a text is not supported: the policy's messages contain its "
             "reasoning"
         )
@@ -160,13 +160,13 @@ def _string_or_none(body: dict[str, Any], name: str) -> str | None:
 
 
 def conversation(episode: Episode, request: ResponsesRequest) -> list[Message]:
-    """All messages of the conversation so far, without the instructions. Raises Refused."""
+    """All messages of the conversation so far, without the instructions. Raises RequestRefused."""
     messages = _joined(request.messages, episode.first_calls)
     if request.previous is None:
         return messages
     stored = episode.stored_conversations.get(request.previous)
     if stored is None:
-        raise Refused(
+        raise RequestRefused(
             f"Previous response with id '{request.previous[:100]}' not found.",
             "previous_response_not_found",
             404,

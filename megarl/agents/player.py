@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.agents.endpoint import Endpoint
+from megarl.agents.endpoint import ModelEndpoint
 from megarl.agents.episode import Episode, EpisodeResult, group_of
 from megarl.base.rollout_types import EPISODE, Failure, Group, Prompt
 from megarl.config.errors import ConfigError, RunError
@@ -53,7 +53,7 @@ class Player(ABC):
     failures: ClassVar[tuple[str, ...]]  # all kinds of failure; each is a metric
 
     def __post_init__(self) -> None:
-        self._endpoint = Endpoint()
+        self._endpoint = ModelEndpoint()
         self._opening = asyncio.Lock()
         self._is_open = False
         self._places = asyncio.Semaphore(self.at_once)

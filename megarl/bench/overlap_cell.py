@@ -47,7 +47,7 @@ from megarl.messaging.messages import (
 from megarl.models.registry import load_spec
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.plan.weights import Weights
+from megarl.plan.weights import WeightsSource
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
@@ -131,7 +131,7 @@ class Cell:
             TrainerTopology(),
             self.steps,
             self.prompts_per_step * self.n,
-            Weights(""),
+            WeightsSource(""),
         )
 
 

@@ -47,7 +47,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import code, ifeval
 from megarl.rewards.code import cases_of
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer, plain
-from megarl.rewards.score import Part, parts_in_evaluation, parts_of
+from megarl.rewards.score import RewardPart, parts_in_evaluation, parts_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -561,7 +561,7 @@ def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> A
     return WITH_ROW.get(answer_form, answer_form) if gives_row else answer_form
 
 
-def _answer_for(part: Part, config: RunConfig) -> Answers:
+def _answer_for(part: RewardPart, config: RunConfig) -> Answers:
     if part.name == UNSCORED:
         return "unused"
     if part.role is None:

@@ -16,7 +16,7 @@ from megarl.models import ModelSpec
 from megarl.models.parameters import LAYER_FIELD
 from megarl.models.registry import fused_tensors
 from megarl.plan.topologies import generator_topology
-from megarl.plan.weights import Weights, find_weights
+from megarl.plan.weights import WeightsSource, find_weights
 
 if TYPE_CHECKING:
     from megarl.generator.server import ServedAdapter
@@ -71,7 +71,7 @@ class AdapterPlan:
             self._sync_line(),
         ]
 
-    def resumed_lines(self, weights: Weights) -> list[str]:
+    def resumed_lines(self, weights: WeightsSource) -> list[str]:
         """The lines about adapters that a resumed run prints.
 
         `weights`: the weights that it began with.

@@ -13,7 +13,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, Run, round_up, whole
+from megarl.models.parameters import (
+    LAYER,
+    LogicalTensor,
+    Parameter,
+    ParameterRun,
+    Part,
+    round_up,
+    whole,
+)
 from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}."
@@ -155,8 +163,8 @@ def _per_query(spec: ModelSpec) -> int:
     return 1
 
 
-def _apart(spec: ModelSpec) -> tuple[Run, Run]:
+def _apart(spec: ModelSpec) -> tuple[ParameterRun, ParameterRun]:
     """The queries of all heads, and their gates."""
-    return Run(0, spec.head_dim, 2 * spec.head_dim), Run(
+    return ParameterRun(0, spec.head_dim, 2 * spec.head_dim), ParameterRun(
         spec.head_dim, spec.head_dim, 2 * spec.head_dim
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.attention import INPUT_NORM
-from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, Run, whole
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, ParameterRun, Part, whole
 from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}.linear_attn."
@@ -109,9 +109,10 @@ def _projections(spec: ModelSpec) -> tuple[Part, ...]:
     period = 2 * key + 2 * value
     parts = []
     for start, count in zip(starts, (key, key, value, value)):
-        parts.append(Part(QKVZ, run=Run(start, count, period)))
+        parts.append(Part(QKVZ, run=ParameterRun(start, count, period)))
     return *parts, *(
-        Part(BA, run=Run(start, heads_per_key, 2 * heads_per_key)) for start in (0, heads_per_key)
+        Part(BA, run=ParameterRun(start, heads_per_key, 2 * heads_per_key))
+        for start in (0, heads_per_key)
     )
 
 
@@ -126,7 +127,7 @@ def _of_qkv(spec: ModelSpec, name: str) -> tuple[Part, ...]:
     """
     keys, values = _widths(spec)
     return tuple(
-        Part(name, run=Run(start, count, 2 * keys + values))
+        Part(name, run=ParameterRun(start, count, 2 * keys + values))
         for start, count in ((0, keys), (keys, keys), (2 * keys, values))
     )
 

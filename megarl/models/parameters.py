@@ -51,7 +51,7 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True)
-class Run:
+class ParameterRun:
     """`count` rows or columns from `start` on, in every `period` of a tensor.
 
     Checkpoints interleave the projections of heads like this.
@@ -91,7 +91,7 @@ class Part:
     logical_name: str
     padded: int | None = None
     replicas: int = 1
-    run: Run | None = None
+    run: ParameterRun | None = None
 
 
 @dataclass(frozen=True)

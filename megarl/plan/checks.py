@@ -42,7 +42,7 @@ from megarl.plan.topologies import (
     trainer_topology,
 )
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
-from megarl.plan.weights import Weights, check_begun_warm_start, check_warm_start
+from megarl.plan.weights import WeightsSource, check_begun_warm_start, check_warm_start
 from megarl.reshard.forwarding import ENGINES
 from megarl.reshard.layout import (
     QUANTISATIONS,
@@ -469,7 +469,11 @@ def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 def check_vision_tower(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Exports copy the vision tower from the checkpoint, and engines are told to leave it out."""
-    if spec.vision_tower and config.model.random_init and not Weights(config.model.path).are_there:
+    if (
+        spec.vision_tower
+        and config.model.random_init
+        and not WeightsSource(config.model.path).are_there
+    ):
         yield (
             "model.random_init=true: must be false for a model with a vision tower: exports "
             "have that of the checkpoint in model.path"

@@ -28,7 +28,7 @@ from megarl.plan.checks import (
     with_model,
 )
 from megarl.plan.topologies import EngineGroup, engine_groups, trainer_topology
-from megarl.plan.weights import Weights, find_weights, missing_weights, with_date
+from megarl.plan.weights import WeightsSource, find_weights, missing_weights, with_date
 from megarl.reshard.layout import parameter_count
 from megarl.roles.plan import ServedRole, find_served
 from megarl.roles.settings import REFERENCE
@@ -53,7 +53,7 @@ class RunPlan:
     trainer_topology: TrainerTopology
     steps: int  # of the whole run; each has one batch and makes one version of the weights
     sequences_per_step: int  # prompts_per_step * n
-    weights: Weights  # the weights that the command begins with
+    weights: WeightsSource  # the weights that the command begins with
     # shape of the critic's first checkpoint, which may have another head; None: no critic
     critic: ModelSpec | None = None
     served: tuple[ServedRole, ...] = ()  # the frozen models on engines of their own

@@ -33,7 +33,7 @@ BEGUN_WITH = "begun_with.json"  # in run_dir: the weights that the run began wit
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsSource:
     """An HF checkpoint that a command begins with."""
 
     path: str  # a folder, or a hub name
@@ -96,11 +96,11 @@ def _first_date(config: RunConfig, command: str | None) -> str | None:
     return None
 
 
-def find_weights(config: RunConfig, command: str | None) -> Weights:
+def find_weights(config: RunConfig, command: str | None) -> WeightsSource:
     """The weights that `command` begins with. None: those of a new run."""
-    model = Weights(config.model.path)
+    model = WeightsSource(config.model.path)
     if command == WARM:
-        return Weights(config.model.path, are_gone=True)
+        return WeightsSource(config.model.path, are_gone=True)
     # these do not use the result of megarl sft
     if command == "sft" or (command == "export" and not config.lora.rank):
         return model
@@ -109,7 +109,7 @@ def find_weights(config: RunConfig, command: str | None) -> Weights:
     first_weights = read_begun_with(config) or _weights_of_new_run(config)
     if first_weights.are_there or needs_first_weights(config):
         return first_weights
-    return Weights(config.model.path, are_gone=True)
+    return WeightsSource(config.model.path, are_gone=True)
 
 
 def of_the_run(config: RunConfig) -> bool:
@@ -132,35 +132,37 @@ def scores_checkpoint(config: RunConfig, step: int | None, best: bool) -> bool:
     return best or of_the_run(config)
 
 
-def _weights_of_new_run(config: RunConfig) -> Weights:
+def _weights_of_new_run(config: RunConfig) -> WeightsSource:
     path = config.model.path
     output = config.sft.output
-    if not Weights(path).are_there:
-        return Weights(output, warm_start=True)
+    if not WeightsSource(path).are_there:
+        return WeightsSource(output, warm_start=True)
     if path == output:
-        return Weights(path)
+        return WeightsSource(path)
     if not holds_weights(output):
         if not config.sft.steps:
-            return Weights(path)
-        return Weights(
+            return WeightsSource(path)
+        return WeightsSource(
             path,
             remark=f"sft.steps={config.sft.steps}, but there is no warm start in "
             f"sft.output={output}: megarl sft makes it",
         )
     made_by = read_warm_start(output)
     if made_by is None:
-        return Weights(
+        return WeightsSource(
             path,
             remark=f"sft.output={output} is not used: it has no {WARM_START}, which megarl sft "
             "writes beside its weights",
         )
     if not _same_folder(made_by["model.path"], path):
-        return Weights(
+        return WeightsSource(
             path,
             remark=f"the warm start in sft.output={output} is not used: it was made from "
             f"{made_by['model.path']}",
         )
-    return Weights(output, warm_start=True, remark=f"megarl sft made it from model.path={path}")
+    return WeightsSource(
+        output, warm_start=True, remark=f"megarl sft made it from model.path={path}"
+    )
 
 
 def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
@@ -320,13 +322,13 @@ def read_warm_start(output: str) -> Mapping[str, Any] | None:
     return _read(Path(output) / WARM_START, "model.path")
 
 
-def begin_with(config: RunConfig, weights: Weights, fingerprint: str) -> None:
+def begin_with(config: RunConfig, weights: WeightsSource, fingerprint: str) -> None:
     """Records the weights in the folder of the run, for resumed runs."""
     record = {"path": weights.path, "warm_start": weights.warm_start, "fingerprint": fingerprint}
     write_whole(Path(config.run_dir) / BEGUN_WITH, json.dumps(record))
 
 
-def read_begun_with(config: RunConfig) -> Weights | None:
+def read_begun_with(config: RunConfig) -> WeightsSource | None:
     """The weights the run began with; None if an earlier version of MegaRL began it.
 
     Raises ConfigError if the record is unreadable.
@@ -334,7 +336,7 @@ def read_begun_with(config: RunConfig) -> Weights | None:
     record = _read(Path(config.run_dir) / BEGUN_WITH, "path")
     if record is None:
         return None
-    return Weights(
+    return WeightsSource(
         record["path"], record.get("warm_start", False), fingerprint=record.get("fingerprint", "")
     )
 

@@ -29,7 +29,7 @@ from megarl.reshard.deltas import MOST_OF_FULL, delta_share
 from megarl.reshard.layout import Kind, Layout
 from megarl.reshard.map import MapSummary, ReshardMap, count_tensors
 from megarl.reshard.proof import ProofError
-from megarl.reshard.template import ZEROS, Row
+from megarl.reshard.template import ZEROS, TemplateRow
 
 PLACES = (FIRST, LAYER, LAST)
 MOST_CANDIDATES = 64  # how many numbers of engines are tried
@@ -449,7 +449,7 @@ def _distinct(numbers: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _span(map: ReshardMap, row: Row) -> _Span:
+def _span(map: ReshardMap, row: TemplateRow) -> _Span:
     kind = map.destination.kinds[row.kind]
     experts = kind.shards[row.shard].experts
     if experts is None or EXPERT_FIELD not in kind.name:

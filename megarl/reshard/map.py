@@ -24,7 +24,7 @@ from megarl.reshard.layout import (
     LocalTensor,
     of_whole_tensor,
 )
-from megarl.reshard.template import ZEROS, Holder, Row, coalesce, join
+from megarl.reshard.template import ZEROS, Holder, TemplateRow, coalesce, join
 from megarl.reshard.turns import Turns
 
 # (instance, index into row.holders, sender, receiver), sorted by instance
@@ -97,7 +97,7 @@ class ReshardMap:
 
     source: Layout
     destination: Layout
-    rows: tuple[Row, ...] = field(repr=False)
+    rows: tuple[TemplateRow, ...] = field(repr=False)
     build_s: float = 0.0
 
     @classmethod
@@ -134,7 +134,7 @@ class ReshardMap:
         return copies_received(self.turns, rank, self.write_rows)
 
     @cached_property
-    def write_rows(self) -> tuple[Row, ...]:
+    def write_rows(self) -> tuple[TemplateRow, ...]:
         return coalesce(self.rows)
 
     @cached_property
@@ -164,11 +164,11 @@ class ReshardMap:
                 digest.update(kind.ranks.astype(np.int64).tobytes())
         return digest.hexdigest()
 
-    def routes(self) -> list[tuple[Row, int]]:
+    def routes(self) -> list[tuple[TemplateRow, int]]:
         """One row for each set of rows with the same senders at all instances and replicas, with
         the bytes of the set in one instance.
         """
-        per_route: dict[tuple, tuple[Row, int]] = {}
+        per_route: dict[tuple, tuple[TemplateRow, int]] = {}
         for row in self.rows:
             route = self.turns.sharing_key(row)
             per_route[route] = (row, per_route.get(route, (row, 0))[1] + self.row_bytes(row))
@@ -218,11 +218,11 @@ class ReshardMap:
             receiver_max_over_mean=float(received.max() / received.mean()),
         )
 
-    def row_bytes(self, row: Row) -> int:
+    def row_bytes(self, row: TemplateRow) -> int:
         """The bytes of one instance of a row."""
         return row.box.numel * ITEM_BYTES[self.destination.kinds[row.kind].shards[row.shard].dtype]
 
-    def times(self, row: Row) -> int:
+    def times(self, row: TemplateRow) -> int:
         """The number of copies that a row stands for."""
         target = self.destination.kinds[row.kind]
         per_expert = row.transform != ZEROS and of_experts(self.destination, row)
@@ -245,7 +245,7 @@ def count_tensors(layout: Layout) -> int:
 ListFor = Callable[[int, int, int], list[Copy]]
 
 
-def copies_sent(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+def copies_sent(turns: Turns, rank: int, rows: tuple[TemplateRow, ...]) -> list[Copy]:
     """The copies that source rank `rank` sends, in forward order: by depth, then in the order of
     rows.
     """
@@ -254,14 +254,14 @@ def copies_sent(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
     return list(chain.from_iterable(depths))
 
 
-def copies_received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+def copies_received(turns: Turns, rank: int, rows: tuple[TemplateRow, ...]) -> list[Copy]:
     """The copies that destination rank `rank` receives, in forward order."""
     depths = _depths(turns)
     put_received(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
     return list(chain.from_iterable(depths))
 
 
-def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
+def put_sent(turns: Turns, rank: int, rows: tuple[TemplateRow, ...], list_for: ListFor) -> None:
     """Appends the copies that source rank `rank` sends to the lists that `list_for` returns, each
     in the order of rows.
     """
@@ -274,14 +274,14 @@ def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) 
     _write(turns, rank_rows, list_for, lambda row: _transfers_from(turns, rank, coordinates, row))
 
 
-def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
+def put_received(turns: Turns, rank: int, rows: tuple[TemplateRow, ...], list_for: ListFor) -> None:
     """Like `put_sent`, for the copies that destination rank `rank` receives."""
     coordinates = turns.destination.coordinates(rank)
     rank_rows = [row for row in rows if (row.kind, row.shard) in coordinates]
     _write(turns, rank_rows, list_for, lambda row: _transfers_to(turns, rank, coordinates, row))
 
 
-def of_experts(destination: Layout, row: Row) -> bool:
+def of_experts(destination: Layout, row: TemplateRow) -> bool:
     """Whether the row is written out expert by expert."""
     return destination.kinds[row.kind].shards[row.shard].experts is not None
 
@@ -290,7 +290,9 @@ def _depths(turns: Turns) -> list[list[Copy]]:
     return [[] for _ in range(turns.destination.num_layers + 2)]
 
 
-def _transfers_from(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Transfers:
+def _transfers_from(
+    turns: Turns, rank: int, coordinates: Coordinates, row: TemplateRow
+) -> _Transfers:
     holder = row.holders[0] if len(row.holders) == 1 else None
     stages = None
     if holder is not None:
@@ -311,7 +313,9 @@ def _transfers_from(turns: Turns, rank: int, coordinates: Coordinates, row: Row)
     return result
 
 
-def _transfers_to(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Transfers:
+def _transfers_to(
+    turns: Turns, rank: int, coordinates: Coordinates, row: TemplateRow
+) -> _Transfers:
     transfers: _Transfers = []
     for stage, replica in coordinates[row.kind, row.shard]:
         assignment = turns.assignment(row, replica)
@@ -358,9 +362,9 @@ class _Share:
 
 def _write(
     turns: Turns,
-    rows: list[Row],
+    rows: list[TemplateRow],
     list_for: ListFor,
-    transfers_of: Callable[[Row], _Transfers],
+    transfers_of: Callable[[TemplateRow], _Transfers],
 ) -> None:
     """Writes out `rows` as copies, layer by layer and expert by expert.
 
@@ -393,7 +397,7 @@ def _share(first_depth: int, first_layer: int, list_for: ListFor, transfers: _Tr
     return _Share(layers, copies)
 
 
-def _add(turns: Turns, row: Row, share: _Share) -> None:
+def _add(turns: Turns, row: TemplateRow, share: _Share) -> None:
     target = turns.destination.kinds[row.kind]
     dtype = target.shards[row.shard].dtype
     names = share.names(target.name)
@@ -430,7 +434,7 @@ def _add(turns: Turns, row: Row, share: _Share) -> None:
             )
 
 
-def _quantisations(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisation | None]:
+def _quantisations(turns: Turns, row: TemplateRow, share: _Share) -> Sequence[Quantisation | None]:
     if row.logical is None:
         return [None] * len(share.layers)
     weights = turns.destination.kinds[row.weights]
@@ -441,7 +445,7 @@ def _quantisations(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisati
 
 def _expert_boxes(
     turns: Turns,
-    row: Row,
+    row: TemplateRow,
     holder: Holder,
     source_name: str,
     name: str,

@@ -22,7 +22,7 @@ from megarl.base.geometry import Box
 from megarl.kernels.quantise_rules import Rule
 from megarl.reshard.layout import Kind, Layout, LocalTensor, Piece, of_whole_tensor, scale_name
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.template import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, Row
+from megarl.reshard.template import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, TemplateRow
 
 
 class ProofError(RuntimeError):
@@ -64,7 +64,7 @@ def prove_exactly_once(map: ReshardMap) -> None:
             check_senders(map, row)
 
 
-def check_senders(map: ReshardMap, row: Row) -> None:
+def check_senders(map: ReshardMap, row: TemplateRow) -> None:
     """Checks that every instance and replica has one sender, which has the sending shard of that
     instance, and the right receiver.
 
@@ -115,8 +115,8 @@ def _check_same_stages(kind: Kind, representatives: np.ndarray) -> None:
         raise ProofError(f"{kind.name}: layers of different stages are treated as equal")
 
 
-def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
-    of_shard: dict[tuple[int, int], list[Row]] = defaultdict(list)
+def _check_rows(map: ReshardMap, rows: Sequence[TemplateRow]) -> None:
+    of_shard: dict[tuple[int, int], list[TemplateRow]] = defaultdict(list)
     for row in rows:
         of_shard[row.kind, row.shard].append(row)
     extents: dict[str, tuple[int, ...]] = {}

@@ -31,7 +31,7 @@ from megarl.reshard.schedule import (
     run_bytes,
     written_memory,
 )
-from megarl.reshard.template import QUANTISE, SCALE, ZEROS, Row
+from megarl.reshard.template import QUANTISE, SCALE, ZEROS, TemplateRow
 
 Line = tuple[str, ...]
 _HEADER = ("shards", "copies", "writes", "run", "messages", "bytes")
@@ -119,8 +119,8 @@ def render(
     return "\n".join([*table, "", _LEGEND, "", *facts])
 
 
-def _by_kind(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    rows_of_kind: dict[int, list[Row]] = defaultdict(list)
+def _by_kind(rows: Sequence[TemplateRow]) -> dict[int, list[TemplateRow]]:
+    rows_of_kind: dict[int, list[TemplateRow]] = defaultdict(list)
     for row in rows:
         rows_of_kind[row.kind].append(row)
     return rows_of_kind
@@ -163,7 +163,9 @@ def _when(kind: Kind) -> str:
     return f"in each of layers {first} to {end - 1}:"
 
 
-def _line(map: ReshardMap, kind: Kind, rows: list[Row], write_rows: list[Row]) -> Line:
+def _line(
+    map: ReshardMap, kind: Kind, rows: list[TemplateRow], write_rows: list[TemplateRow]
+) -> Line:
     source_kinds: set[int] = set()
     for row in rows:
         if row.transform != ZEROS:
@@ -244,12 +246,12 @@ def _shared(of_ranks: np.ndarray) -> str:
     )
 
 
-def sum_messages(map: ReshardMap, joined: Sequence[Row]) -> int:
+def sum_messages(map: ReshardMap, joined: Sequence[TemplateRow]) -> int:
     """The number of messages of joined rows, over all ranks."""
     return sum(map.times(row) * messages(*written_memory(map, row)) for row in joined)
 
 
-def _run(map: ReshardMap, joined: list[Row]) -> str:
+def _run(map: ReshardMap, joined: list[TemplateRow]) -> str:
     """The shortest contiguous run, such as `27 MiB` or `2 KiB packed`."""
     runs = []
     for row in joined:

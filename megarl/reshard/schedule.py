@@ -19,7 +19,7 @@ from msgspec import Struct
 from megarl.base.geometry import Box
 from megarl.reshard.layout import ITEM_BYTES
 from megarl.reshard.map import Copy, ReshardMap, copies_received, put_received, put_sent
-from megarl.reshard.template import ZEROS, Row
+from megarl.reshard.template import ZEROS, TemplateRow
 
 # The shortest contiguous run of destination memory that is worth its own message. Measured with
 # Mooncake over TCP (docs/benchmarks.md): rows of 64 KiB take twice as long one by one as packed and
@@ -65,12 +65,12 @@ def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
     return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
 
 
-def landing_rows(map: ReshardMap) -> tuple[Row, ...]:
+def landing_rows(map: ReshardMap) -> tuple[TemplateRow, ...]:
     """The rows whose copies land: all of a row's do, or none."""
     return tuple(row for row in map.write_rows if lands(*written_memory(map, row)))
 
 
-def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) -> list[Copy]:
+def landings(map: ReshardMap, rank: int, rows: tuple[TemplateRow, ...] | None = None) -> list[Copy]:
     """The copies to destination rank `rank` whose boxes land.
 
     `rows`: the map's `landing_rows`, if a caller asks for many ranks.
@@ -78,7 +78,7 @@ def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) ->
     return copies_received(map.turns, rank, landing_rows(map) if rows is None else rows)
 
 
-def written_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
+def written_memory(map: ReshardMap, row: TemplateRow) -> tuple[Box, tuple[int, ...], int]:
     """(a written box of the row, shape of its tensor, bytes of an element)."""
     tensor = map.destination.kinds[row.kind].shards[row.shard]
     box = row.box

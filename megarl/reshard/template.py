@@ -41,7 +41,7 @@ class Holder(Struct, frozen=True, gc=False):
         return self.box
 
 
-class Row(Struct, frozen=True, gc=False):
+class TemplateRow(Struct, frozen=True, gc=False):
     """States that `box` of shard `shard` of destination kind `kind` comes from any one of
     `holders`.
 
@@ -88,7 +88,7 @@ class Row(Struct, frozen=True, gc=False):
         )
 
 
-def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
+def join(source: Layout, destination: Layout) -> tuple[TemplateRow, ...]:
     """All rows between two layouts, per parameter and pair of shards.
 
     A row holds for every layer and for every replica on both sides. So the number of rows depends
@@ -98,11 +98,11 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
     Raises ValueError if the source lacks a logical tensor, or the layouts disagree on layers.
     """
     stripes = {key: SortedStripes(boxes) for key, boxes in stripes_of(source).items()}
-    rows: list[Row] = []
+    rows: list[TemplateRow] = []
     for k, kind in enumerate(destination.kinds):
         if kind.scales_of is not None:
             continue  # made together with their weights
-        kind_rows: list[Row] = []
+        kind_rows: list[TemplateRow] = []
         for t, tensor in enumerate(kind.shards):
             for piece in tensor.pieces:
                 key = piece.logical_name, kind.layers
@@ -112,7 +112,7 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
                     nearest = _nearest(holders, t, len(kind.shards))
                     moved_holders = _moved(nearest, common, logical)
                     box = common.move(piece.logical, piece.local)
-                    row = Row(k, t, box, moved_holders, IDENTITY)
+                    row = TemplateRow(k, t, box, moved_holders, IDENTITY)
                     dtype = source.kinds[nearest[0].kind].shards[nearest[0].shard].dtype
                     if kind.rule is not None:
                         row = replace(
@@ -132,12 +132,12 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
     return _with_fan(rows)
 
 
-def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
+def coalesce(rows: Iterable[TemplateRow]) -> tuple[TemplateRow, ...]:
     """Joins rows between the same two ranks whose boxes are contiguous on both sides."""
-    groups: dict[tuple, list[Row]] = defaultdict(list)
+    groups: dict[tuple, list[TemplateRow]] = defaultdict(list)
     for row in rows:
         groups[(row.route, row.transform)].append(row)
-    merged: list[Row] = []
+    merged: list[TemplateRow] = []
     for (_, transform), group in groups.items():
         if transform == SCALE:
             merged += group
@@ -190,7 +190,7 @@ def _span(kind: Kind) -> str:
     return f"layers {kind.layers[0]} to {kind.layers[1] - 1}"
 
 
-def _padding(source: Layout, kind: Kind, k: int, kind_rows: list[Row]) -> list[Row]:
+def _padding(source: Layout, kind: Kind, k: int, kind_rows: list[TemplateRow]) -> list[TemplateRow]:
     """Rows of zeros for elements that no piece covers.
 
     They have the same sender as the largest row of their shard.
@@ -210,11 +210,11 @@ def _padding(source: Layout, kind: Kind, k: int, kind_rows: list[Row]) -> list[R
             first = kind_rows[0].holders[0]
             shard = t * len(source.kinds[first.kind].shards) // len(kind.shards)
             senders = (Holder(first.kind, shard, None),)
-        rows += [Row(k, t, box, senders, ZEROS) for box in empty]
+        rows += [TemplateRow(k, t, box, senders, ZEROS) for box in empty]
     return rows
 
 
-def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
+def _with_fan(rows: list[TemplateRow]) -> tuple[TemplateRow, ...]:
     fed_shards: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     keys = [(row.weights, row.holders[0].kind, row.holders[0].shard) for row in rows]
     for row, key in zip(rows, keys):
@@ -227,7 +227,7 @@ def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
     return tuple(result)
 
 
-def _joined(a: Row, b: Row) -> Row | None:
+def _joined(a: TemplateRow, b: TemplateRow) -> TemplateRow | None:
     target = a.box.join(b.box)
     # only cut rows take part in the exchange of amax
     if target is None or a.logical_name != b.logical_name or a.cut != b.cut:
@@ -290,7 +290,7 @@ class SortedStripes:
                 yield logical, holders, common
 
 
-def with_cuts(kind: Kind, rows: list[Row]) -> list[Row]:
+def with_cuts(kind: Kind, rows: list[TemplateRow]) -> list[TemplateRow]:
     """Marks rows that have a tile which extends beyond the row."""
     rule = kind.rule
     assert rule is not None
@@ -299,7 +299,7 @@ def with_cuts(kind: Kind, rows: list[Row]) -> list[Row]:
         end = row.logical_box.end
         extents[row.logical_name] = tuple(map(max, extents.get(row.logical_name, end), end))
     fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
-    result: list[Row] = []
+    result: list[TemplateRow] = []
     for row in rows:
         has_whole_tiles = rule.whole_tiles(row.logical_box, extents[row.logical_name])
         cut = (of_whole_tensor(rule) and fused) or not has_whole_tiles
@@ -307,7 +307,9 @@ def with_cuts(kind: Kind, rows: list[Row]) -> list[Row]:
     return result
 
 
-def scale_rows(destination: Layout, kind: Kind, weight_rows: list[Row]) -> list[Row]:
+def scale_rows(
+    destination: Layout, kind: Kind, weight_rows: list[TemplateRow]
+) -> list[TemplateRow]:
     """The rows of scales.
 
     Each scale is written by the row that writes the first element of its tile on that shard.
@@ -323,7 +325,7 @@ def scale_rows(destination: Layout, kind: Kind, weight_rows: list[Row]) -> list[
             continue
         weights_box, tiles = part
         piece = scales.shards[row.shard].pieces[0 if of_whole_tensor(kind.rule) else number]
-        scale_row = Row(
+        scale_row = TemplateRow(
             kind=kind.scales,
             shard=row.shard,
             box=tiles.move(piece.logical, piece.local),

@@ -16,10 +16,10 @@ import numpy as np
 
 from megarl.models.parameters import LAYER
 from megarl.reshard.layout import ITEM_BYTES, Kind, Layout
-from megarl.reshard.template import Row
+from megarl.reshard.template import TemplateRow
 
 MOST_AHEAD = 64  # most single turns of one replica before the round robin
-# (destination kind (of the weights), source kind, source shard, Row.index)
+# (destination kind (of the weights), source kind, source shard, TemplateRow.index)
 _Key = tuple[int, int, int, int]
 
 
@@ -47,11 +47,11 @@ class Turns:
 
     source: Layout
     destination: Layout
-    rows: tuple[Row, ...]
+    rows: tuple[TemplateRow, ...]
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     def assignment(
-        self, row: Row, replica: int | None = None, stages: list[int] | None = None
+        self, row: TemplateRow, replica: int | None = None, stages: list[int] | None = None
     ) -> Assignment:
         """Senders and receivers of `row`, for all destination replicas or one, and all instances or
         those on `stages` of its first holder.
@@ -80,7 +80,7 @@ class Turns:
             receivers,
         )
 
-    def sharing_key(self, row: Row) -> tuple:
+    def sharing_key(self, row: TemplateRow) -> tuple:
         """A key. Rows with equal keys have the same senders for every instance and replica."""
         target = self.destination.kinds[row.kind]
         places = []
@@ -97,7 +97,7 @@ class Turns:
             row.index,
         )
 
-    def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
+    def _classes_of(self, row: TemplateRow, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
         """(class of each instance, first instance of each class).
 
         Instances of a class have the same stages and positions of turns.
@@ -172,7 +172,7 @@ class Ordering:
     same table.
     """
 
-    def __init__(self, source: Layout, destination: Layout, rows: Iterable[Row]):
+    def __init__(self, source: Layout, destination: Layout, rows: Iterable[TemplateRow]):
         self._source = source
         self._destination = destination
         self._sizes: dict[_Key, int] = {}  # bytes per turn
@@ -199,7 +199,7 @@ class Ordering:
     def _charges(self) -> bool:
         return bool(self._charged.any())
 
-    def group(self, row: Row) -> _Key | None:
+    def group(self, row: TemplateRow) -> _Key | None:
         """The key of the row's order; None for round robin."""
         kind = self._source.kinds[row.holders[0].kind]
         shard = row.holders[0].shard
@@ -207,7 +207,7 @@ class Ordering:
             return None
         return _key(row)
 
-    def orders(self, row: Row) -> Orders:
+    def orders(self, row: TemplateRow) -> Orders:
         kind = self._source.kinds[row.holders[0].kind]
         shard = row.holders[0].shard
         count = sum(self._source.kinds[holder.kind].replicas for holder in row.holders)
@@ -284,7 +284,7 @@ def least_loaded_first(loads: np.ndarray, size: int, turns: int, first: int) -> 
     return np.concatenate([ahead, np.lexsort(((np.arange(c) - first) % c, after))])
 
 
-def round_robin(row: Row, count: int) -> np.ndarray:
+def round_robin(row: TemplateRow, count: int) -> np.ndarray:
     """[count].
 
     In one turn, the shards that a sender feeds are spaced evenly over the candidates, so that a few
@@ -293,7 +293,9 @@ def round_robin(row: Row, count: int) -> np.ndarray:
     return (np.arange(count) + row.index * count // row.fan) % count
 
 
-def candidates(source: Layout, row: Row, instances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def candidates(
+    source: Layout, row: TemplateRow, instances: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """All candidates to send a row: index into row.holders [C] and source rank [instances, C]."""
     holder_of = []
     ranks_of = []
@@ -309,7 +311,7 @@ def candidates(source: Layout, row: Row, instances: np.ndarray) -> tuple[np.ndar
     return np.array(holder_of)[order], np.concatenate(ranks_of, axis=1)[:, order]
 
 
-def _key(row: Row) -> _Key:
+def _key(row: TemplateRow) -> _Key:
     return row.weights, row.holders[0].kind, row.holders[0].shard, row.index
 
 

@@ -33,7 +33,7 @@ _LARGE_COUNT = re.compile(r"\d{4}", re.ASCII)
 _UNBOUNDED = re.compile(r"\\(?:i?i?int|oint|sum|prod|lim)(?![A-Za-z])|__")
 
 
-class Refused(Exception):
+class AnswerRefused(Exception):
     """The answer is outside the limits, so it scores 0.
 
     Model output is hostile input. The limits above refuse known bombs cheaply: an answer's text is
@@ -43,51 +43,51 @@ class Refused(Exception):
 
 
 def check_characters(answer: str) -> None:
-    """Raises Refused for control, format (zero-width, bidirectional), private and unassigned
+    """Raises AnswerRefused for control, format (zero-width, bidirectional), private and unassigned
     characters. Blanks are allowed.
     """
     character = odd_character(answer)
     if character:
-        raise Refused(f"character U+{ord(character):04X}")
+        raise AnswerRefused(f"character U+{ord(character):04X}")
 
 
 def check_text(answer: str) -> None:
-    """Checks an answer's text before it is parsed. Raises Refused."""
+    """Checks an answer's text before it is parsed. Raises AnswerRefused."""
     depth = 0
     for character in answer:
         depth += (character in "([{") - (character in ")]}")
         if depth > MAX_NESTING:
-            raise Refused(f"brackets nested more than {MAX_NESTING} deep")
+            raise AnswerRefused(f"brackets nested more than {MAX_NESTING} deep")
     if answer.count("\\") > MAX_COMMANDS:
-        raise Refused(f"more than {MAX_COMMANDS} commands")
+        raise AnswerRefused(f"more than {MAX_COMMANDS} commands")
     if answer.count("^") + answer.count("**") > MAX_POWERS:
-        raise Refused(f"more than {MAX_POWERS} powers")
+        raise AnswerRefused(f"more than {MAX_POWERS} powers")
     if answer.count("|") > MAX_BARS or answer.count("_") > MAX_SUBSCRIPTS:
-        raise Refused(f"more than {MAX_BARS} bars or {MAX_SUBSCRIPTS} subscripts")
+        raise AnswerRefused(f"more than {MAX_BARS} bars or {MAX_SUBSCRIPTS} subscripts")
     if _LONG_NUMBER.search(answer):
-        raise Refused(f"a number of more than {MAX_DIGITS} digits")
+        raise AnswerRefused(f"a number of more than {MAX_DIGITS} digits")
     if _LONG_EXPONENT.search(answer):
-        raise Refused(f"an exponent of more than {MAX_EXPONENT_DIGITS} digits")
+        raise AnswerRefused(f"an exponent of more than {MAX_EXPONENT_DIGITS} digits")
     if _COUNTING.search(answer) and _LARGE_COUNT.search(answer):
-        raise Refused("a factorial, binomial, gcd or lcm of large numbers")
+        raise AnswerRefused("a factorial, binomial, gcd or lcm of large numbers")
     if _UNBOUNDED.search(answer):
-        raise Refused("an integral, sum, product, limit or dunder name")
+        raise AnswerRefused("an integral, sum, product, limit or dunder name")
 
 
 def check_value(expression: Any) -> float:
     """Upper bound of the bits of any value in the evaluation of `expression` (SymPy, parsed,
-    unevaluated). Raises Refused above the limit.
+    unevaluated). Raises AnswerRefused above the limit.
     """
     name = type(expression).__name__
     if name in ("Integral", "Derivative", "Sum", "Product", "Limit"):
-        raise Refused(f"a {name.lower()}")
+        raise AnswerRefused(f"a {name.lower()}")
     if getattr(expression, "is_Rational", False):
         bits = float(max(abs(expression.p).bit_length(), expression.q.bit_length()))
     elif getattr(expression, "is_Pow", False):
         bits = _power_bits(*expression.args)
     elif name in ("factorial", "factorial2", "subfactorial", "binomial", "gamma"):
         if any(check_value(argument) > math.log2(MAX_FACTORIAL) for argument in expression.args):
-            raise Refused(f"a factorial of more than {MAX_FACTORIAL}")
+            raise AnswerRefused(f"a factorial of more than {MAX_FACTORIAL}")
         largest = 0.0
         for argument in expression.args:
             if argument.is_Integer:
@@ -102,7 +102,7 @@ def check_value(expression: Any) -> float:
         else:
             bits = max(children, default=0.0)
     if bits > MAX_VALUE_BITS:
-        raise Refused(f"a value of more than {MAX_VALUE_BITS} bits")
+        raise AnswerRefused(f"a value of more than {MAX_VALUE_BITS} bits")
     return bits
 
 
@@ -116,7 +116,7 @@ def _power_bits(base: Any, exponent: Any) -> float:
         if size.is_Float:
             largest_exponent = min(largest_exponent, float(size))
     if base.is_Add and base.free_symbols and largest_exponent > MAX_EXPANSION:
-        raise Refused(f"a sum to a power above {MAX_EXPANSION}")
+        raise AnswerRefused(f"a sum to a power above {MAX_EXPANSION}")
     return max(base_bits, 1.0) * largest_exponent
 
 
@@ -384,7 +384,7 @@ class Union(NamedTuple):
     parts: list[Any]
 
 
-class Chain(NamedTuple):
+class RelationChain(NamedTuple):
     """sides[0] operators[0] sides[1] …"""
 
     sides: list[Any]
@@ -406,7 +406,7 @@ def read(text: str, checked: bool) -> Any:
 
     math-verify's LaTeX grammar (0.9.0; latex2sympy2_extended 1.11.0) parses the expressions and
     matrices in it. Where the grammar would misread a text, `_checked` refuses it or `_rewritten`
-    changes it. `checked`: raises Refused outside the limits, for a model's answer.
+    changes it. `checked`: raises AnswerRefused outside the limits, for a model's answer.
     """
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
@@ -443,7 +443,7 @@ def _structure(text: str, checked: bool) -> Any:
 
     def parts(pieces: Sequence[str]) -> list[Any]:
         if len(pieces) > _MAX_PARTS:
-            raise Refused(f"more than {_MAX_PARTS} parts")
+            raise AnswerRefused(f"more than {_MAX_PARTS} parts")
         return [_structure(piece, checked) for piece in pieces]
 
     pieces, joins = _split(text, ";")  # p = 5, q = 2; p = 7, q = 2
@@ -461,7 +461,7 @@ def _structure(text: str, checked: bool) -> Any:
     sides, operators = _split(text, _RELATION)
     if operators:
         relations = [_RELATIONS.get(o.removeprefix("\\"), o) for o in operators]
-        return _chain(Chain(parts(sides), relations))
+        return _chain(RelationChain(parts(sides), relations))
     members, _ = _split(text, r"\\in(?![A-Za-z])")
     if len(members) == 2:
         return _structure(members[1], checked)
@@ -496,7 +496,7 @@ def _is_range(structure: Any) -> bool:
     )
 
 
-def _chain(chain: Chain) -> Any:
+def _chain(chain: RelationChain) -> Any:
     """Turns inequalities of one variable between constants into an interval."""
     sides, operators = chain
     if not all(operator in FLIPPED for operator in operators):
@@ -520,7 +520,7 @@ def _chain(chain: Chain) -> Any:
         return Items("(", closing, [-infinity, sides[1]])
     if names == [False, True] and not symbols(sides[0]):
         return Items(opening, ")", [sides[0], infinity])
-    return Chain(sides, operators)
+    return RelationChain(sides, operators)
 
 
 def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
@@ -568,18 +568,18 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
 
 
 def _checked(text: str) -> None:
-    """Raises Refused for texts that the grammar misreads.
+    """Raises AnswerRefused for texts that the grammar misreads.
 
     It omits boxes and texts in products, and reads numbers side by side as a sum.
     """
     if "\\boxed" in text or "\\fbox" in text:
-        raise Refused("a box inside the answer")
+        raise AnswerRefused("a box inside the answer")
     if any(re.search(r"\d", inside) for inside in _IN_TEXT.findall(text)):
-        raise Refused("digits in words")
+        raise AnswerRefused("digits in words")
     if re.search(r"(?<![_^\d.])\d[\d.]*\s+\.?\d", text):
-        raise Refused("numbers side by side")
+        raise AnswerRefused("numbers side by side")
     if re.search(r"(?<![A-Za-z_\\\d.])[\d.]+\s*_", text):  # the grammar ignores the index
-        raise Refused("an index of a number")
+        raise AnswerRefused("an index of a number")
 
 
 def _rewritten(text: str) -> str:
@@ -623,7 +623,7 @@ def _expression(text: str, checked: bool) -> Any:
 
 
 def _check_powers(expression: Any) -> None:
-    """Raises Refused for 0^0, which SymPy evaluates to 1. check_value has bounded everything that
+    """Raises AnswerRefused for 0^0, which SymPy evaluates to 1. check_value has bounded everything that
     is evaluated here.
     """
     from sympy import Pow
@@ -632,7 +632,7 @@ def _check_powers(expression: Any) -> None:
         if not power.free_symbols and all(
             abs(argument.evalf(30)) < _NOTHING for argument in reversed(power.args)
         ):
-            raise Refused("zero to the power of zero")
+            raise AnswerRefused("zero to the power of zero")
 
 
 def is_function(structure: Any) -> bool:
@@ -668,7 +668,7 @@ def _is_measure(structure: Any) -> bool:
 def symbols(structure: Any) -> set[str]:
     if isinstance(structure, Items):
         return set().union(*map(symbols, structure.items))
-    if isinstance(structure, (Union, Chain)):
+    if isinstance(structure, (Union, RelationChain)):
         return set().union(*map(symbols, structure[0]))
     return {symbol.name for symbol in getattr(structure, "free_symbols", ())}
 
@@ -796,7 +796,7 @@ def equal(reference: str, candidate: str) -> bool:
     these differ between processes, since SymPy's simplification depends on the order of hashes. It
     rounds decimals to 6 places whatever their size (0.0000001 equals 0.0000002).
 
-    Raises Refused if the candidate is outside the limits, or if it is infinite and the reference is
+    Raises AnswerRefused if the candidate is outside the limits, or if it is infinite and the reference is
     finite.
     """
     if candidate == reference:
@@ -837,7 +837,7 @@ def _percent(answer: str) -> tuple[str, bool]:
         return answer, False
     bare = answer.removesuffix("%").removesuffix("\\").rstrip()
     if bare.endswith("%"):
-        raise Refused("percents of percents")
+        raise AnswerRefused("percents of percents")
     return bare, True
 
 
@@ -845,7 +845,7 @@ def _without_base(gold: str, candidate: str) -> tuple[str, str]:
     """Both answers without the base of a numeral (1010_2).
 
     A candidate without a base has the reference's, which the question has fixed. A reference
-    without a base is decimal. Raises Refused if the bases differ.
+    without a base is decimal. Raises AnswerRefused if the bases differ.
     """
     gold_digits, gold_base = _digits_and_base(gold)
     digits, base = _digits_and_base(candidate)
@@ -853,7 +853,7 @@ def _without_base(gold: str, candidate: str) -> tuple[str, str]:
         return gold_digits, digits
     is_numeral = 2 <= base <= 36 and all(int(digit, 36) < base for digit in digits)
     if gold_base is not None or not is_numeral:
-        raise Refused("another base")
+        raise AnswerRefused("another base")
     return gold_digits, str(int(digits[:MAX_DIGITS], base))
 
 
@@ -879,7 +879,7 @@ def _same(gold: Any, candidate: Any) -> bool:
         return False
     if isinstance(gold, Word) or isinstance(candidate, Word):
         return type(gold) is type(candidate) and gold == candidate
-    if isinstance(candidate, Chain) or isinstance(gold, Chain):
+    if isinstance(candidate, RelationChain) or isinstance(gold, RelationChain):
         return _same_chains(gold, candidate)
     if isinstance(gold, Union) or isinstance(candidate, Union):
         return type(gold) is type(candidate) and _matched(gold.parts, candidate.parts)
@@ -937,14 +937,14 @@ def _matched(golds: Sequence[Any], candidates: Sequence[Any]) -> bool:
 
 
 def _same_chains(gold: Any, candidate: Any) -> bool:
-    if not isinstance(candidate, Chain):  # the reference is x = 5 and the answer is 5
+    if not isinstance(candidate, RelationChain):  # the reference is x = 5 and the answer is 5
         return (
             gold.operators == ["="] and is_name(gold.sides[0]) and _same(gold.sides[1], candidate)
         )
-    if not isinstance(gold, Chain):
+    if not isinstance(gold, RelationChain):
         return _leads_to(gold, candidate)
     flipped = [FLIPPED.get(operator, operator) for operator in reversed(candidate.operators)]
-    for form in (candidate, Chain(candidate.sides[::-1], flipped)):
+    for form in (candidate, RelationChain(candidate.sides[::-1], flipped)):
         # as many operators, so as many sides
         if gold.operators == form.operators and all(map(_same, gold.sides, form.sides)):
             return True
@@ -953,7 +953,7 @@ def _same_chains(gold: Any, candidate: Any) -> bool:
     )
 
 
-def _leads_to(gold: Any, candidate: Chain) -> bool:
+def _leads_to(gold: Any, candidate: RelationChain) -> bool:
     """Whether a chain of equations ends in the answer `gold`, and every side before it names the
     answer or has its value. The chain may go on with an approximation (1/3 ≈ 0.333).
     """
@@ -963,7 +963,7 @@ def _leads_to(gold: Any, candidate: Chain) -> bool:
         and not _same(gold, candidate.sides[-1])
         and _about(gold, candidate.sides[-1])
     ):
-        candidate = Chain(candidate.sides[:-1], candidate.operators[:-1])
+        candidate = RelationChain(candidate.sides[:-1], candidate.operators[:-1])
     if any(operator not in ("=", "~") for operator in candidate.operators) or not _same(
         gold, candidate.sides[-1]
     ):

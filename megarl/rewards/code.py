@@ -20,7 +20,7 @@ from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards.extract import MAX_TEXT_CHARS, after_thinking, thinking_in
 from megarl.rewards.pool import workers_of
-from megarl.rewards.score import Part, Score, ScoreRequest
+from megarl.rewards.score import RewardPart, Score, ScoreRequest
 from megarl.sandbox import tested
 from megarl.sandbox.jail import BWRAP, PYTHON, Jail, ProgramEnd
 
@@ -241,7 +241,7 @@ class CodeReward:
     event loop.
     """
 
-    def __init__(self, config: RewardConfig, part: Part):
+    def __init__(self, config: RewardConfig, part: RewardPart):
         self._part = part
         self._code = config.code
         self._places = asyncio.Semaphore(workers_of(config))

@@ -18,7 +18,15 @@ from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards import ifeval
 from megarl.rewards.extract import MAX_TEXT_CHARS, final_part, thinking_in
-from megarl.rewards.score import Part, Score, ScoreRequest, arguments_of, excerpt, score_of, single
+from megarl.rewards.score import (
+    RewardPart,
+    Score,
+    ScoreRequest,
+    arguments_of,
+    excerpt,
+    score_of,
+    single,
+)
 from megarl.rewards.verify import VERIFIERS
 from megarl.sandbox.pool import CallFailed, WorkerPool
 from megarl.sandbox.process import own_line
@@ -56,7 +64,7 @@ class RewardPool(WorkerPool):
         config: RewardConfig,
         parameters: Sequence[str] = OF_VERIFIERS,
         log_folder: Path | None = None,
-        part: Part | None = None,
+        part: RewardPart | None = None,
     ):
         """`part`: the part of the reward to score; by default `config.name` is the whole reward."""
         self._part = part or single(config)
@@ -122,7 +130,7 @@ class RewardPool(WorkerPool):
 class RewardMistake(RunError):
     """Ends the run because of a mistake in the user's function, which `description` describes."""
 
-    def __init__(self, part: Part, description: str, request: ScoreRequest):
+    def __init__(self, part: RewardPart, description: str, request: ScoreRequest):
         self.description = f"{part.setting}: {description}"
         text = excerpt(request.response)
         super().__init__(
@@ -151,7 +159,7 @@ class RewardInLoop:
         config: RewardConfig,
         function: Callable[..., Awaitable[Any]],
         parameters: Sequence[str],
-        part: Part | None = None,
+        part: RewardPart | None = None,
         warn: Callable[[str], None] = lambda text: None,
         now_s: Callable[[], float] = time.monotonic,
     ):

@@ -217,7 +217,7 @@ _EXAMPLE_CHARS = 200
 
 
 @dataclass(frozen=True)
-class Part:
+class RewardPart:
     """One score of a response.
 
     `part` is its name in reward.parts; empty if it is the whole reward.
@@ -246,11 +246,11 @@ class Part:
         )
 
 
-def single(config: RewardConfig) -> Part:
-    return Part(config.name, config.failed_score)
+def single(config: RewardConfig) -> RewardPart:
+    return RewardPart(config.name, config.failed_score)
 
 
-def parts_of(config: RewardConfig) -> list[Part]:
+def parts_of(config: RewardConfig) -> list[RewardPart]:
     """The parts of the reward: reward.parts, or reward.name alone."""
     parts = []
     for part, settings in config.parts.items():
@@ -259,11 +259,11 @@ def parts_of(config: RewardConfig) -> list[Part]:
             if failed_score is None:
                 failed_score = config.failed_score
             key = f"reward.parts.{part}.name"
-            parts.append(Part(settings.name, failed_score, part, settings.weight, key))
+            parts.append(RewardPart(settings.name, failed_score, part, settings.weight, key))
     return parts or [single(config)]
 
 
-def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
+def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[RewardPart]:
     """The parts of the score of held-out responses.
 
     A benchmark has its own grader; all other suites share one reward.
@@ -272,13 +272,13 @@ def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
     benchmark = suite_settings.benchmark if suite_settings else None
     if benchmark:
         key = f"eval.suites.{suite}.benchmark={benchmark}, graded by reward.name"
-        return [Part(GRADERS[benchmark], 0.0, key=key)]
+        return [RewardPart(GRADERS[benchmark], 0.0, key=key)]
     if config.eval.reward is None:
         return parts_of(config.reward)
-    return [Part(config.eval.reward, config.reward.failed_score, key="eval.reward")]
+    return [RewardPart(config.eval.reward, config.reward.failed_score, key="eval.reward")]
 
 
-def all_parts(config: RunConfig) -> list[Part]:
+def all_parts(config: RunConfig) -> list[RewardPart]:
     """The parts of the rewards of training and of all evaluations."""
     benchmarks = [name for name, suite in config.eval.suites.items() if suite and suite.benchmark]
     evaluated = [part for name in ("", *benchmarks) for part in parts_in_evaluation(config, name)]
@@ -289,7 +289,7 @@ def all_parts(config: RunConfig) -> list[Part]:
 class WeightedSum:
     """Scores a response by all parts concurrently."""
 
-    parts: Sequence[tuple[Part, Callable[[ScoreRequest], Awaitable[Score]]]]
+    parts: Sequence[tuple[RewardPart, Callable[[ScoreRequest], Awaitable[Score]]]]
 
     async def score(self, request: ScoreRequest) -> Score:
         scores = await asyncio.gather(*(score(request) for _, score in self.parts))
@@ -298,7 +298,7 @@ class WeightedSum:
         )
 
 
-def weighted_sum(scored: Sequence[tuple[Part, Score]]) -> Score:
+def weighted_sum(scored: Sequence[tuple[RewardPart, Score]]) -> Score:
     """The weighted sum of the parts' scores.
 
     A part without a name is the whole reward; other parts prefix their own parts with their name.
@@ -485,7 +485,7 @@ def too_many_failed_episodes(config: RolloutConfig, samples: Sequence[Scored]) -
 def too_many_failures(
     config: RewardConfig,
     samples: Sequence[Scored],
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[RewardPart] | None = None,
     teachers: Iterable[str] = (),
 ) -> str | None:
     """The reason why the run must stop, if more than `reward.max_failed_fraction` of the scores

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from statistics import fmean
 from typing import Any
 
-from megarl.rewards.answers import Refused, check_characters, equal, plain_number
+from megarl.rewards.answers import AnswerRefused, check_characters, equal, plain_number
 from megarl.rewards.extract import (
     answers,
     boxed_answers,
@@ -73,7 +73,7 @@ def _equal_or_refused(reference: str, candidate: str) -> bool:
     try:
         check_characters(candidate)
         return equal(reference, candidate)
-    except Refused:
+    except AnswerRefused:
         return False
 
 

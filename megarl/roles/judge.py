@@ -20,7 +20,7 @@ from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.seeds import Seeds, seed_of
-from megarl.rewards.score import Part, Score, ScoreRequest
+from megarl.rewards.score import RewardPart, Score, ScoreRequest
 from megarl.roles.plan import ServedRole, pairs
 from megarl.roles.settings import CHAT, PAIRWISE, RoleConfig
 
@@ -130,7 +130,7 @@ class Judge:
             settings.max_tokens, settings.temperature, stop_token_ids=self._tokenizer.eos_ids
         )
 
-    async def score(self, part: Part, request: ScoreRequest) -> Score:
+    async def score(self, part: RewardPart, request: ScoreRequest) -> Score:
         """The score of a single response."""
         try:
             score = await self._ask(
@@ -141,7 +141,7 @@ class Judge:
             return part.failed(error.kind, str(error), request)
 
     async def compare(
-        self, part: Part, prompt: str, answer: str, responses: Sequence[str]
+        self, part: RewardPart, prompt: str, answer: str, responses: Sequence[str]
     ) -> list[Score]:
         """The scores of a prompt's responses: for each, the share of comparisons that it has won.
 

@@ -17,7 +17,7 @@ from megarl.config.schema import MAX_REWARD, UNSCORED, RunConfig
 from megarl.data.rows import held_out
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family, missing_folder
-from megarl.rewards.score import Part, parts_in_evaluation, parts_of
+from megarl.rewards.score import RewardPart, parts_in_evaluation, parts_of
 from megarl.roles.settings import (
     CHAT,
     CRITIC,
@@ -92,7 +92,7 @@ def roles_of(config: RunConfig) -> dict[str, RoleConfig]:
     return {name: settings for name, settings in config.roles.items() if settings is not None}
 
 
-def pairwise(config: RunConfig, part: Part) -> bool:
+def pairwise(config: RunConfig, part: RewardPart) -> bool:
     """Whether the part compares the responses to a prompt, rather than scoring each by itself."""
     name = part.role or ""
     settings = config.roles.get(name)
@@ -287,7 +287,7 @@ def check_reward(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _check_unscored(config: RunConfig, part: Part, in_evaluation: bool) -> Iterator[str]:
+def _check_unscored(config: RunConfig, part: RewardPart, in_evaluation: bool) -> Iterator[str]:
     if part.part or part.key == "eval.reward":
         yield f"{part.setting}: must score something"
     elif recipes.needs_reward(config.algorithm):

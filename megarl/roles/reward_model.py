@@ -12,7 +12,7 @@ from megarl.data.tokenizer import Tokenizer, tokenizer_of
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
-from megarl.rewards.score import Part, Score, ScoreRequest
+from megarl.rewards.score import RewardPart, Score, ScoreRequest
 from megarl.roles.judge import Template, chat_text
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import CHAT
@@ -40,7 +40,7 @@ class RewardModel:
         self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
         self._encode = reading(role, policy)
 
-    async def score(self, part: Part, request: ScoreRequest) -> Score:
+    async def score(self, part: RewardPart, request: ScoreRequest) -> Score:
         # in a thread, since the response may be long
         ids = await asyncio.to_thread(self._encode, request)
         if not ids:

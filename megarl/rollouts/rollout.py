@@ -39,7 +39,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.rewards import code
 from megarl.rewards.pool import OF_VERIFIERS, RewardInLoop, RewardPool
 from megarl.rewards.score import (
-    Part,
+    RewardPart,
     Score,
     ScoreRequest,
     WeightedSum,
@@ -67,7 +67,7 @@ class Scoring:
     """
 
     one: ScoreOne
-    comparing: Sequence[tuple[Part, Judge]] = ()
+    comparing: Sequence[tuple[RewardPart, Judge]] = ()
 
     async def compare(self, prompt: Prompt, samples: list[Sample]) -> list[Sample]:
         """The samples with the scores of `comparing` added to their rewards."""
@@ -172,7 +172,7 @@ class RolloutClock:
 
 async def open_scoring(
     config: RunConfig,
-    parts: Sequence[Part],
+    parts: Sequence[RewardPart],
     scorers: Mapping[str, Scorer],
     resources: AsyncExitStack,
     logs: Path,
@@ -183,8 +183,8 @@ async def open_scoring(
     `resources` ends the worker processes, which log to the folder `logs`.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    comparing: list[tuple[Part, Judge]] = []
-    scored_parts: list[tuple[Part, ScoreOne]] = []
+    comparing: list[tuple[RewardPart, Judge]] = []
+    scored_parts: list[tuple[RewardPart, ScoreOne]] = []
     for part in parts:
         if not pairwise(config, part):
             score_part = await open_part(config, part, scorers, resources, logs, warn)
@@ -204,7 +204,7 @@ async def _unscored(request: ScoreRequest) -> Score:
 
 async def open_part(
     config: RunConfig,
-    part: Part,
+    part: RewardPart,
     scorers: Mapping[str, Scorer],
     resources: AsyncExitStack,
     logs: Path,
@@ -440,7 +440,7 @@ async def open_rollouts(
         tell(Failure(WARNING, text), -1)
 
     async def open_checked_rollout(
-        parts: Sequence[Part], logs: Path, graded: Mapping[str, list[Part]] = {}
+        parts: Sequence[RewardPart], logs: Path, graded: Mapping[str, list[RewardPart]] = {}
     ) -> CheckedRollout:
         scoring = await open_scoring(config, parts, scorers, resources, logs, warn)
         graders = {

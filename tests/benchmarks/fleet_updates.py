@@ -61,7 +61,7 @@ from megarl.messaging.messages import (
 from megarl.models import ModelSpec
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import generator_ranks, trainer_topology
-from megarl.plan.weights import Weights
+from megarl.plan.weights import WeightsSource
 from megarl.reshard.forwarding import ENGINES, SentTensors, planned_relays
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -137,7 +137,7 @@ def plan_of(trainers: int, workers: int, spec: ModelSpec, run_dir: str) -> RunPl
         run_dir=run_dir,
     )
     return RunPlan(
-        config, spec, trainer_topology(config.trainer), config.max_steps, 0, Weights("405b")
+        config, spec, trainer_topology(config.trainer), config.max_steps, 0, WeightsSource("405b")
     )
 
 

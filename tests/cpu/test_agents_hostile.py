@@ -23,8 +23,8 @@ import pytest
 from test_agents_endpoint import EOS, SAMPLING, TOKENIZER, Calculating, can, roll_out, script
 
 from megarl.agents import endpoint
-from megarl.agents.endpoint import Endpoint, EpisodeAccess
-from megarl.agents.episode import Episode, Refused
+from megarl.agents.endpoint import EpisodeAccess, ModelEndpoint
+from megarl.agents.episode import Episode, RequestRefused
 from megarl.data.chat import load_chat_template
 from megarl.generator import tool_parsers
 from megarl.generator.completions import Completion, Sampling
@@ -50,7 +50,7 @@ async def served(
     generate: Any, count: int = 1, **settings: Any
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[EpisodeAccess]]]:
     """An endpoint with the given number of episodes."""
-    opened = Endpoint()
+    opened = ModelEndpoint()
     await opened.open()
     episodes = [
         Episode(generate, TOKENIZER, TEMPLATE, JsonParser(), SAMPLING, **settings)
@@ -417,7 +417,7 @@ def test_key_opens_its_own_episode_and_ends_with_it() -> None:
                 )
             )[0] == 200
             assert not first.tree.turns and len(second.tree.turns) == 1
-        again = Endpoint()
+        again = ModelEndpoint()
         await again.open()
         async with again.serving(first, None) as ended:
             pass
@@ -556,7 +556,9 @@ def test_too_long_requests_are_not_tokenised() -> None:
             ([{**USER, "content": "a" * 250_000}], r"2500\d\d characters"),
             ([USER] * 5000, "5000 messages"),
         ):
-            with pytest.raises(Refused, match=f"the maximum context length is exceeded: {message}"):
+            with pytest.raises(
+                RequestRefused, match=f"the maximum context length is exceeded: {message}"
+            ):
                 await episode.complete(messages)
         assert len(tokenizer.seen) == encoded
         used = {thread for thread, _ in template.seen} | {

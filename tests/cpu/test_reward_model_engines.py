@@ -16,12 +16,12 @@ from sglang_engine import CONTEXT, start_engine
 from megarl.config.schema import MAX_REWARD, RunConfig
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.fleet import Fleet
-from megarl.rewards.score import Part, ScoreRequest
+from megarl.rewards.score import RewardPart, ScoreRequest
 from megarl.roles.plan import SERVED, find_served
 from megarl.roles.reward_model import RewardModel
 from megarl.roles.settings import RoleConfig
 
-PART = Part("roles.judge", -1.0, "liked", 1.0, "reward.parts.liked.name")
+PART = RewardPart("roles.judge", -1.0, "liked", 1.0, "reward.parts.liked.name")
 TOLERANCE = 2e-5
 HIGH = 1e7
 

@@ -32,7 +32,7 @@ from sglang_engine import hf_model
 
 from megarl.config.load import load_config
 from megarl.generator.completions import Completion
-from megarl.rewards.score import Part, ScoreRequest
+from megarl.rewards.score import RewardPart, ScoreRequest
 from megarl.roles.judge import Judge
 from megarl.roles.plan import find_served
 
@@ -136,7 +136,7 @@ def expected(
     """The scores of a prompt's samples by part; None if a part gives none."""
     roles = {role.name: role for role in find_served(load_config(config_path), "train")}
     judges = {name: Judge(roles[name], HuggingFace(judge)) for name in ("judge", "rival")}  # type: ignore[arg-type]
-    part = Part("", 0.0)
+    part = RewardPart("", 0.0)
 
     async def ask():
         verdicts = [await judges["judge"].score(part, sample) for sample in samples]

@@ -27,7 +27,7 @@ from megarl.config.schema import (
 )
 from megarl.models import load_spec
 from megarl.plan.resolve import RunPlan
-from megarl.plan.weights import Weights
+from megarl.plan.weights import WeightsSource
 from megarl.simulation.engines import Speed
 from megarl.simulation.run import KnownLengths, Models, simulate, speed_of
 
@@ -126,7 +126,7 @@ def simulated_s(sides: Sides) -> float:
 def mean_step_s(config: RunConfig, models, lengths=None) -> float:
     plan = RunPlan(
         config, load_spec(MODELS / "llama-3.1-8b"), TrainerTopology(),
-        config.max_steps, config.rollout.prompts_per_step * config.rollout.n, Weights(""),
+        config.max_steps, config.rollout.prompts_per_step * config.rollout.n, WeightsSource(""),
     )  # fmt: skip
     totals = simulate(plan, models, lengths=lengths)
     rows = totals.rows[len(totals.rows) // 4 :]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megarl.agents import openai_responses
-from megarl.agents.episode import Answer, Episode, Refused, openai_call, shared_prefix
+from megarl.agents.episode import Answer, Episode, RequestRefused, openai_call, shared_prefix
 from megarl.agents.openai_chat import read_request
 from megarl.algorithms.batches import batch_rewards, to_train_sequences
 from megarl.algorithms.registry import make_algorithm
@@ -232,7 +232,7 @@ async def converse(episode: Episode, noise: random.Random) -> None:
                 await asyncio.sleep(0)
             call.cancel()
         await asyncio.wait({call})
-        if call.cancelled() or isinstance(call.exception(), Refused):
+        if call.cancelled() or isinstance(call.exception(), RequestRefused):
             continue
         for answer, name in call.result():
             check_stop(answer, stop)
@@ -460,7 +460,7 @@ def test_seed_of_a_call_is_honoured():
     assert len({first, second, *drawn}) == 4, "without a seed, each call draws anew"
     assert first not in asyncio.run(seeds(1)), "episodes of one prompt differ"
     assert read_request({"messages": [{"role": "user", "content": "a"}], "seed": 7}).seed == 7
-    with pytest.raises(Refused, match="seed=x: must be a whole number"):
+    with pytest.raises(RequestRefused, match="seed=x: must be a whole number"):
         read_request({"messages": [{"role": "user", "content": "a"}], "seed": "x"})
 
 
@@ -552,7 +552,7 @@ def test_stop_strings_of_the_run_stay_in_the_text():
         assert (answer.content, answer.stop) == ("abXY", None)
         assert policy.samplings[0].stop == ("XY", "Q")
         problem = "stop: 32 texts; with those of rollout.stop, there can be 32"
-        with pytest.raises(Refused, match=problem):
+        with pytest.raises(RequestRefused, match=problem):
             await played.complete([user("a")], stop=["Q"] * 32)
 
     asyncio.run(agent())
@@ -664,9 +664,9 @@ def test_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
 def test_conversation_without_room_is_refused():
     async def agent() -> None:
         played, _ = episode(sampling=Sampling(4, stop_token_ids=(EOS,)))
-        with pytest.raises(Refused, match="rollout.max_tokens=4 is the most"):
+        with pytest.raises(RequestRefused, match="rollout.max_tokens=4 is the most"):
             await played.complete([user("abcd")])
-        with pytest.raises(Refused, match="must not be the assistant's"):
+        with pytest.raises(RequestRefused, match="must not be the assistant's"):
             await played.complete([user("a"), {"role": "assistant", "content": "b"}])
 
     asyncio.run(agent())

@@ -19,7 +19,7 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.report import render, to_json
 from megarl.reshard.schedule import batches_from, batches_to, scheduled_writes
-from megarl.reshard.template import Holder, Row, coalesce
+from megarl.reshard.template import Holder, TemplateRow, coalesce
 
 
 def test_plan_hash_is_reproducible_and_differs_with_every_input():
@@ -177,11 +177,11 @@ def test_writes_along_different_dims_are_not_joined():
     right = Box((0, 2), (2, 2))
     below = Box((2, 0), (2, 2))
     rows = [
-        Row(0, 0, corner, (Holder(0, 0, corner),), "identity"),
-        Row(0, 0, right, (Holder(0, 0, below),), "identity"),
+        TemplateRow(0, 0, corner, (Holder(0, 0, corner),), "identity"),
+        TemplateRow(0, 0, right, (Holder(0, 0, below),), "identity"),
     ]
     assert coalesce(rows) == tuple(rows)
-    same = [rows[0], Row(0, 0, right, (Holder(0, 0, right),), "identity")]
+    same = [rows[0], TemplateRow(0, 0, right, (Holder(0, 0, right),), "identity")]
     assert [row.box for row in coalesce(same)] == [Box((0, 0), (2, 4))]
 
 

@@ -13,7 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.schema import RewardConfig
-from megarl.rewards.answers import Refused, check_characters, check_text, plain_equal, plain_number
+from megarl.rewards.answers import (
+    AnswerRefused,
+    check_characters,
+    check_text,
+    plain_equal,
+    plain_number,
+)
 from megarl.rewards.extract import (
     MAX_TEXT_CHARS,
     after_thinking,
@@ -688,7 +694,7 @@ def test_extraction():
     ],
 )
 def test_text_limits_name_their_reason(answer: str, reason: str):
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(AnswerRefused, match=reason):
         check_text(answer)
 
 
@@ -744,10 +750,10 @@ def test_decimals_are_compared_to_six_places_or_digits():
 @given(st.text(max_size=60))
 def test_no_text_breaks_the_verifier(text: str):
     """SymPy may raise any Python error (the worker scores it 0), but extraction and limits raise
-    only Refused.
+    only AnswerRefused.
     """
     marked_answer(text), last_number(text), last_running_number(text)
     for check in (check_characters, check_text):
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(AnswerRefused):
             check(text)
     assert last_number_reward(text, "7") in (0.0, 1.0)

@@ -27,7 +27,7 @@ from megarl.models import load_spec
 from megarl.plan.checkpoints import changes
 from megarl.plan.resolve import resolve
 from megarl.rewards.score import (
-    Part,
+    RewardPart,
     Score,
     ScoreRequest,
     failure_metrics,
@@ -471,7 +471,7 @@ def test_the_last_verdict_counts_and_none_is_a_failure() -> None:
     assert [
         verdict_score(text, words) for text in ("[bad] [good]", "[ bad ]", "[Good]", "good")
     ] == [1.0, -2.5, None, None]
-    part = Part("roles.judge", -3.0, "liked")
+    part = RewardPart("roles.judge", -3.0, "liked")
     judge, fleet = judge_of(lambda text: "so 1" if text.endswith("7") else "no")
 
     async def ask(response: str) -> Score:
@@ -514,7 +514,7 @@ def test_pairs_are_compared_in_both_orders() -> None:
 
     template = "{prompt}{response_a},{response_b}"
     judge, fleet = judge_of(verdict, template=template, mode="pairwise")
-    part = Part("roles.judge", -3.0, "liked")
+    part = RewardPart("roles.judge", -3.0, "liked")
     comparisons = asyncio.run(judge.compare(part, "q", "", ["5", "2", "5", "x"]))
     assert len(fleet.read) == 12
     # of two equal responses, each wins the game in which it is first
@@ -539,5 +539,7 @@ def test_an_engine_that_refuses_is_a_failure() -> None:
 
     judge, fleet = judge_of(str)
     fleet.generate = refuse  # type: ignore[method-assign]
-    [failure] = asyncio.run(judge.score(Part("roles.judge", 0.0), ScoreRequest("1", ""))).failures
+    [failure] = asyncio.run(
+        judge.score(RewardPart("roles.judge", 0.0), ScoreRequest("1", ""))
+    ).failures
     assert (failure.kind, failure.reason) == ("error", "engine e answered 500")

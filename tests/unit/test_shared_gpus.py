@@ -37,7 +37,7 @@ from megarl.estimate.times import update_bytes_per_s
 from megarl.generator.completions import Sampling
 from megarl.launch import commands, launcher, start
 from megarl.launch import gpus as launch_gpus
-from megarl.launch.gpus import Gpu
+from megarl.launch.gpus import InstalledGpu
 from megarl.launch.launcher import Job, placement, too_small_gpus
 from megarl.launch.meeting import NodeReport
 from megarl.launch.nodes import EngineFleet, place
@@ -146,7 +146,7 @@ def test_single_gpu_is_shared_by_default(overrides, present, shares):
 def specs_of(
     plan: RunPlan, monkeypatch: pytest.MonkeyPatch, names: list[str], scratch: Path
 ) -> dict[str, start.ProcessSpec]:
-    node_gpus = tuple(Gpu(name, "") for name in names)
+    node_gpus = tuple(InstalledGpu(name, "") for name in names)
     for module in (start, launcher):
         monkeypatch.setattr(module, "gpus", lambda: node_gpus)
     (node,) = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, len(names))
@@ -389,12 +389,12 @@ DRIVER = {
 @pytest.mark.parametrize(
     ("gpu", "kind", "gib"),
     [
-        (Gpu("0", "0000:1b:00.0"), "H100", 24.0),
-        (Gpu("0", "0000:1b:00.0"), "RTX4090", None),
-        (Gpu("1", "0000:2b:00.0"), "H100", None),  # the smaller GPU is not this run's
-        (Gpu("MIG-1b", ""), "H100", 40.0),
-        (Gpu("MIG-1b", ""), "RTX4090", None),
-        (Gpu("MIG-1a", ""), "RTX4090", 12.0),
+        (InstalledGpu("0", "0000:1b:00.0"), "H100", 24.0),
+        (InstalledGpu("0", "0000:1b:00.0"), "RTX4090", None),
+        (InstalledGpu("1", "0000:2b:00.0"), "H100", None),  # the smaller GPU is not this run's
+        (InstalledGpu("MIG-1b", ""), "H100", 40.0),
+        (InstalledGpu("MIG-1b", ""), "RTX4090", None),
+        (InstalledGpu("MIG-1a", ""), "RTX4090", 12.0),
     ],
 )
 def test_smaller_gpus_than_planned_are_refused(gpu, kind, gib, monkeypatch):
@@ -420,7 +420,7 @@ def test_smaller_gpus_than_planned_are_refused(gpu, kind, gib, monkeypatch):
     ],
 )
 def test_several_mig_instances_are_refused(names, overrides, trains, refused, monkeypatch):
-    monkeypatch.setattr(launcher, "gpus", lambda: tuple(Gpu(name, "") for name in names))
+    monkeypatch.setattr(launcher, "gpus", lambda: tuple(InstalledGpu(name, "") for name in names))
     problems = [*launcher.inseparable_instances(planned(*overrides), trains)]
     assert bool(problems) is refused
     if problems:

@@ -35,7 +35,7 @@ from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Sampling
 from megarl.models.registry import load_spec
 from megarl.plan.resolve import RunPlan
-from megarl.plan.weights import Weights
+from megarl.plan.weights import WeightsSource
 from megarl.report.reading import RunReader
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.stream import Admission
@@ -253,7 +253,7 @@ def plan_of(
         seed=seed,
     )
     return RunPlan(
-        config, load_spec(SPEC), TrainerTopology(), settings.steps, prompts * n, Weights("")
+        config, load_spec(SPEC), TrainerTopology(), settings.steps, prompts * n, WeightsSource("")
     )
 
 

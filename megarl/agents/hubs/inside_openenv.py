@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.parse
 
-from inside_openenv_episodes import FULL, Hub, code_of, play
+from inside_openenv_episodes import FULL, EnvironmentHub, code_of, play
 from inside_serving import Mistake, check_module, main, shown, write_lines
 
 _URL = re.compile(r"(http|ws)s?://[^/\s]+.*")
@@ -52,9 +52,9 @@ def load(request):
     look(request)
     served = request["do"] == "serve"
     if not served and not any(isinstance(rows, str) for rows in request["rows"].values()):
-        return Hub(request, {})  # seeds need no server
+        return EnvironmentHub(request, {})  # seeds need no server
     urls = [server if _URL.fullmatch(server) else _serve(server) for server in request["servers"]]
-    hub = Hub(request, dict.fromkeys((url.rstrip("/") for url in urls), 0))
+    hub = EnvironmentHub(request, dict.fromkeys((url.rstrip("/") for url in urls), 0))
     # earlier than start_s, so that the caller still gets the reason
     end = time.monotonic() + 0.5 * request["start_s"]
     for url in hub.sessions:

@@ -31,7 +31,7 @@ _NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")
 
 
 @dataclass
-class Hub:
+class EnvironmentHub:
     request: dict
     sessions: dict  # URL -> number of open sessions
     # URL of an unreachable server -> until when it comes last

@@ -136,7 +136,7 @@ def cell(column: str, value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class KitPart:
     title: str
     program: str  # called with a Bench and `arguments`
     deadline_s: float
@@ -145,20 +145,24 @@ class Part:
 
 # In the order of their worth, since all of them together end after TOTAL_S.
 PARTS = {
-    "environment": Part("Environment", "megarl.bench.gpu.environment:run", 60),
-    "loop": Part("A run, bf16 engine", "megarl.bench.gpu.loop:run", 170, ("bf16",)),
-    "writes": Part(
+    "environment": KitPart("Environment", "megarl.bench.gpu.environment:run", 60),
+    "loop": KitPart("A run, bf16 engine", "megarl.bench.gpu.loop:run", 170, ("bf16",)),
+    "writes": KitPart(
         "Direct writes between two processes", "megarl.bench.gpu.writes:run", 40, ("unquantised",)
     ),
-    "writes-fp8": Part(
+    "writes-fp8": KitPart(
         "Direct writes, quantised in flight", "megarl.bench.gpu.writes:run", 40, ("fp8_block",)
     ),
-    "kernels": Part("Kernels", "megarl.bench.gpu.kernels:run", 110),
-    "loop-fp8": Part("A run, fp8 engine", "megarl.bench.gpu.loop:run", 110, ("fp8",)),
-    "trainer-1B": Part("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 70, ("1B",)),
-    "loop-eager": Part("A run without CUDA graphs", "megarl.bench.gpu.loop:run", 100, ("eager",)),
-    "trainer-3B": Part("Trainer, Llama 3B", "megarl.bench.gpu.trainer:run", 90, ("3B",)),
-    "loop-moe": Part("A run of a mixture of experts", "megarl.bench.gpu.loop:run", 100, ("moe",)),
+    "kernels": KitPart("Kernels", "megarl.bench.gpu.kernels:run", 110),
+    "loop-fp8": KitPart("A run, fp8 engine", "megarl.bench.gpu.loop:run", 110, ("fp8",)),
+    "trainer-1B": KitPart("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 70, ("1B",)),
+    "loop-eager": KitPart(
+        "A run without CUDA graphs", "megarl.bench.gpu.loop:run", 100, ("eager",)
+    ),
+    "trainer-3B": KitPart("Trainer, Llama 3B", "megarl.bench.gpu.trainer:run", 90, ("3B",)),
+    "loop-moe": KitPart(
+        "A run of a mixture of experts", "megarl.bench.gpu.loop:run", 100, ("moe",)
+    ),
 }
 TOTAL_S = 9 * 60.0
 SGLANG_TORCH = "2.14."  # SGLang 0.5.23 is compiled for it

@@ -26,7 +26,7 @@ def calculate(text: str) -> str:
     """
     if len(text) > MAX_CHARS:
         raise ValueError(f"more than {MAX_CHARS} characters")
-    parser = _Parser(_tokens(text.rstrip(" ")))
+    parser = _ExpressionParser(_tokens(text.rstrip(" ")))
     value = parser.sum(0)
     if parser.peek():
         raise ValueError("not arithmetic")
@@ -45,7 +45,7 @@ def _tokens(text: str) -> list[str]:
     return tokens
 
 
-class _Parser:
+class _ExpressionParser:
     """Recursive descent. sum: product (+|- product)*; product: factor (*|/ factor)*; factor: number
     | -factor | (sum).
     """

@@ -21,7 +21,7 @@ from megarl.config.limits import find_callable
 from megarl.config.schema import RolloutConfig, RunConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.rewards import code, ifeval
-from megarl.rewards.score import Part, all_parts, parameters_of
+from megarl.rewards.score import RewardPart, all_parts, parameters_of
 from megarl.rollouts.environments.base import Rollout, ToolError
 from megarl.sandbox.pool import CallFailed, WorkerPool
 
@@ -129,7 +129,7 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
     return lambda tokenizer: bound
 
 
-def load_reward(part: Part) -> UserReward | None:
+def load_reward(part: RewardPart) -> UserReward | None:
     """The user's own function that scores `part` of the reward; None if the part is built in or a
     model. Raises: ConfigError, also if a package that it needs is not installed.
     """

@@ -35,7 +35,7 @@ from megarl.messaging.host import Host, address_towards, with_port
 from megarl.reshard.deltas import HEADER_BYTES, INBOX_SHARE, Changes, make_blob, spread_blob
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import landing_rows, landings
-from megarl.reshard.template import Row
+from megarl.reshard.template import TemplateRow
 from megarl.weight_sync.transports.base import (
     Endpoint,
     Inbox,
@@ -430,7 +430,7 @@ class MooncakeTransport(Transport):
 
 
 def _landing(
-    map: ReshardMap | None, rank: int, rows: tuple[Row, ...], trainers: Collection[int]
+    map: ReshardMap | None, rank: int, rows: tuple[TemplateRow, ...], trainers: Collection[int]
 ) -> list[tuple[str, Box]]:
     copies = landings(map, rank, rows) if map is not None and rows else []
     result: list[tuple[str, Box]] = []
