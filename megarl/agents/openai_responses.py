@@ -336,9 +336,9 @@ def _of_text(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     place = {"item_id": item["id"], "content_index": 0}
     yield "response.output_item.added", {"item": {**item, "status": "in_progress", "content": []}}
     yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
-    whole = {**place, "logprobs": part["logprobs"]}
-    yield "response.output_text.delta", {**whole, "delta": part["text"]}
-    yield "response.output_text.done", {**whole, "text": part["text"]}
+    event = {**place, "logprobs": part["logprobs"]}
+    yield "response.output_text.delta", {**event, "delta": part["text"]}
+    yield "response.output_text.done", {**event, "text": part["text"]}
     yield "response.content_part.done", {**place, "part": part}
     yield "response.output_item.done", {"item": item}
 
@@ -348,6 +348,6 @@ def _of_call(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     arguments = item["arguments"]
     yield "response.output_item.added", {"item": {**item, "status": "in_progress", "arguments": ""}}
     yield "response.function_call_arguments.delta", {**place, "delta": arguments}
-    done = {**place, "name": item["name"], "arguments": arguments}
-    yield "response.function_call_arguments.done", done
+    event = {**place, "name": item["name"], "arguments": arguments}
+    yield "response.function_call_arguments.done", event
     yield "response.output_item.done", {"item": item}
