@@ -26,7 +26,8 @@ from megarl.estimate.estimate import estimate
 from megarl.evaluation.scores import evaluation_plan
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Sampling
-from megarl.generator.fleet import Fleet, FleetGroup
+from megarl.generator.fleet import Fleet
+from megarl.generator.groups import EngineGroup
 from megarl.launch.launcher import Job, fleets_of
 from megarl.launch.nodes import place
 from megarl.plan.checkpoints import differences
@@ -286,7 +287,10 @@ def test_requests_go_to_groups_by_what_their_engines_may_run():
             engines,
             "in_flight",
             elastic=True,
-            groups=[FleetGroup("big", 1, 6), FleetGroup("small", 2, 3)],
+            groups=[
+                EngineGroup("big", GeneratorConfig(engines=1, max_concurrency=6)),
+                EngineGroup("small", GeneratorConfig(engines=2, max_concurrency=3)),
+            ],
         )
         fleet.release(0)
         requests = [
@@ -318,7 +322,7 @@ def test_a_probe_of_a_group_that_is_lost_goes_to_others():
         fleet = Fleet(
             [Engine("http://0"), Engine("http://1")],
             elastic=True,
-            groups=[FleetGroup("a", 1), FleetGroup("b", 1)],
+            groups=[EngineGroup(name, GeneratorConfig()) for name in ("a", "b")],
         )
         fleet.lose(EngineUnreachable("http://1", "gone"))
         for group in (0, 1, None):
