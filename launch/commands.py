@@ -29,6 +29,7 @@ from megarl.estimate.estimate import estimate, with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
+from megarl.generator.groups import EngineGroup
 from megarl.launch.gpus import gpus
 from megarl.launch.inputs import check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, fleets_of, launch, placement
@@ -55,7 +56,7 @@ from megarl.observe.samples import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.topologies import EngineGroup, generator_ranks, gpus_of_run, gpus_per_node
+from megarl.plan.topologies import generator_ranks, gpus_of_run, gpus_per_node
 from megarl.plan.weights import (
     WARM,
     WeightsSource,

@@ -19,6 +19,7 @@ from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.data.rows import held_out_samplings, stops_on_text
 from megarl.estimate.estimate import training_memory
 from megarl.estimate.hardware import GPUS
+from megarl.generator.groups import EngineGroup
 from megarl.generator.seeds import seed_of
 from megarl.generator.server import ENGINE_SEED_BITS, EngineKeys, EngineSettings, server_command
 from megarl.launch import doctor
@@ -30,7 +31,7 @@ from megarl.launch.worker import CORES, PARENT
 from megarl.messaging.host import with_port
 from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import EngineGroup, groups_of_run
+from megarl.plan.topologies import groups_of_run
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL
 from megarl.speculative import plan as speculative

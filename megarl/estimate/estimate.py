@@ -41,11 +41,11 @@ from megarl.estimate.times import (
     control_s,
     sync_s,
 )
+from megarl.generator.groups import EngineGroup
 from megarl.lora import estimate as adapters
 from megarl.models import ModelSpec
 from megarl.models.spec import LM
 from megarl.plan.topologies import (
-    EngineGroup,
     at_once,
     engine_groups,
     evaluation_group,

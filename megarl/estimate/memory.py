@@ -17,9 +17,10 @@ from megarl.algorithms.recipes import needs_reference, recipe_of
 from megarl.base.geometry import STATES_PER_REQUEST, GeneratorTopology, TrainerTopology
 from megarl.config.schema import TRAIN, GeneratorConfig, PlanConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import GIB, Gpu
+from megarl.generator.groups import generator_topology
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST, padded_vocab_size
-from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.topologies import trainer_topology
 from megarl.reshard.layout import (
     ITEM_BYTES,
     Layout,

@@ -1,10 +1,10 @@
 """One engine of a fleet: its record, and the states that it goes through.
 
     add ──▶ STARTING ──runs──▶ JOINING ──has the weights──▶ SERVING ◀── engines of the run's start
-                ▲                 │                          │   ▲
-                └────── breaks ───┘                   breaks │   │ has the weights
-                                                             ▼   │
-                                              breaks ──▶  LOST ──runs──▶ RETURNED
+               ▲                  │                         │    ▲
+               └───── breaks ─────┘                  breaks │    │ has the weights
+                                                            ▼    │
+                                                          LOST ──runs──▶ RETURNED (breaks: LOST)
 
     each of these ──leaves──▶ LEAVING ──has given back its requests──▶ LEFT
 

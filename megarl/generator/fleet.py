@@ -22,6 +22,7 @@ import msgspec
 from megarl.base.files import log_tail
 from megarl.base.kept_sets import KeptSets, join_kept_sets
 from megarl.base.rollout_types import Version
+from megarl.config.schema import GeneratorConfig
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import (
     ABORT,
@@ -41,6 +42,7 @@ from megarl.generator.engine_state import (
     EngineState,
     Event,
 )
+from megarl.generator.groups import EngineGroup
 from megarl.messaging.waiting import Pulse
 
 ABORT_AGAIN_S = 0.05
@@ -125,15 +127,6 @@ class Draft:
         )
 
 
-@dataclass(frozen=True)
-class FleetGroup:
-    """Engines of one shape."""
-
-    name: str
-    engines: int  # number of engines at the start
-    capacity: int = 1  # requests that an engine may run; load is distributed in proportion to it
-
-
 class Fleet:
     """Engines that all have the same weights, of `version`.
 
@@ -160,10 +153,12 @@ class Fleet:
         decode: Decode | None = None,
         frozen: bool = False,
         name: str = "engine",
-        groups: Sequence[FleetGroup] = (),
+        groups: Sequence[EngineGroup] = (),
     ):
-        self.groups = list(groups) or [FleetGroup("", len(clients))]
-        numbers = [number for number, group in enumerate(self.groups) for _ in range(group.engines)]
+        self.groups = groups or [EngineGroup("", GeneratorConfig(engines=len(clients)))]
+        numbers: list[int] = []  # by engine: the number of its group
+        for number, group in enumerate(self.groups):
+            numbers += [number] * group.settings.engines
         self.engines = [
             Engine(number=number, client=client, group=group)
             for number, (client, group) in enumerate(zip(clients, numbers, strict=True))
@@ -233,6 +228,10 @@ class Fleet:
         self.pulse.beat()
         return True
 
+    def _capacity(self, engine: Engine) -> int:
+        """The requests that it may run. Load is distributed in proportion to it."""
+        return self.groups[engine.group].settings.max_concurrency
+
     def _among(self, group: int | None) -> list[Engine]:
         """The serving engines: of `group` if any of them serves, else all."""
         if group is None:
@@ -283,7 +282,7 @@ class Fleet:
         await self.pulse.until(lambda: bool(self._among(group)))
         engine = min(
             self._among(group),
-            key=lambda engine: (engine.load + samples) / self.groups[engine.group].capacity,
+            key=lambda engine: (engine.load + samples) / self._capacity(engine),
         )
         engine.load += samples
         try:

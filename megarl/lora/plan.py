@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from megarl.config.keys import yaml_text
 from megarl.config.schema import RunConfig
 from megarl.generator.cpu_support import cuda_available
+from megarl.generator.groups import generator_topology
 from megarl.lora.files import check_adapter, empty_adapter
 from megarl.lora.layout import ALL, Lora, lora_tensors, targets, unserved
 from megarl.models import ModelSpec
 from megarl.models.parameters import LAYER_FIELD
 from megarl.models.registry import fused_tensors
-from megarl.plan.topologies import generator_topology
 from megarl.plan.weights import WeightsSource, find_weights
 
 if TYPE_CHECKING:

@@ -31,12 +31,12 @@ from megarl.config.schema import (
 )
 from megarl.data.order import mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out, held_out_sampling
+from megarl.generator.groups import generator_topology
 from megarl.lora.plan import check_lora, check_lora_groups
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.plan.checkpoints import check_best, check_exported, check_resume
 from megarl.plan.topologies import (
-    generator_topology,
     gpus_per_node,
     groups_of_run,
     trainer_topology,

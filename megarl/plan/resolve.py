@@ -11,6 +11,7 @@ from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import IGNORE, RunConfig
 from megarl.critic.plan import check_critic, find_critic
+from megarl.generator.groups import EngineGroup
 from megarl.lora.plan import AdapterPlan, check_first_adapters
 from megarl.lora.settings import LoraConfig
 from megarl.models import ModelSpec, load_spec
@@ -27,7 +28,7 @@ from megarl.plan.checks import (
     problems_by_group,
     with_model,
 )
-from megarl.plan.topologies import EngineGroup, engine_groups, trainer_topology
+from megarl.plan.topologies import engine_groups, trainer_topology
 from megarl.plan.weights import WeightsSource, find_weights, missing_weights, with_date
 from megarl.reshard.layout import parameter_count
 from megarl.roles.plan import ServedRole, find_served

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import AsyncConfig, GeneratorConfig, RunConfig, TrainerConfig
-from megarl.messaging.rendezvous import EVALUATION, POLICY
+from megarl.generator.groups import EngineGroup, Purpose
 from megarl.models import ModelSpec
 from megarl.reshard.layout import Layout, generator_layout, side_by_side
 
@@ -20,11 +19,6 @@ def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
     )
 
 
-def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
-    """The topology of a generator without groups, or of one group."""
-    return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
-
-
 GPUS_PER_NODE = 8
 
 
@@ -33,42 +27,6 @@ def gpus_per_node(config: RunConfig) -> int:
     servers have.
     """
     return config.launch.ranks_per_node or GPUS_PER_NODE
-
-
-class Purpose(Enum):
-    """What engines are for. The values are the prefixes of their processes' names."""
-
-    ROLLOUTS = POLICY
-    EVALUATION = EVALUATION  # they only evaluate (eval.engines)
-
-
-@dataclass(frozen=True)
-class EngineGroup:
-    """Engines of one shape and purpose, which get the run's weights.
-
-    A run without generator.groups has one group for rollouts, whose name is empty.
-    """
-
-    name: str
-    settings: GeneratorConfig  # the generator's, with the group's own
-    first: int  # number of its first engine: engines of a purpose are numbered group by group
-    purpose: Purpose = Purpose.ROLLOUTS
-
-    @property
-    def topology(self) -> GeneratorTopology:
-        return generator_topology(self.settings)
-
-    @property
-    def key(self) -> str:
-        """The config section with the number and sizes of its engines, for messages."""
-        return f"generator.groups.{self.name}" if self.name else "generator"
-
-    def dtype(self, model_dtype: str) -> str:
-        """The dtype of activations and of unquantised weights.
-
-        With fp8 weights SGLang computes only in 16 bits.
-        """
-        return model_dtype if self.settings.quantization is None else "bfloat16"
 
 
 def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:

@@ -31,7 +31,7 @@ from megarl.data.rows import stops_on_text
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
-from megarl.generator.fleet import Fleet, FleetGroup
+from megarl.generator.fleet import Fleet
 from megarl.generator.seeds import Seeds, seed_of
 from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.models.routing import RoutingFormat
@@ -351,7 +351,6 @@ async def open_fleet(
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
     decode = load_tokenizer(config.model).decode_all if stops_on_text(config) else None
-    groups = fleet_groups(plan)
     fleet = Fleet(
         engines,
         mode,
@@ -359,20 +358,13 @@ async def open_fleet(
         elastic,
         decode,
         name=name,
-        groups=groups,
+        groups=plan.groups,
     )
     resources.push_async_callback(fleet.close)
     await asyncio.gather(
         *(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines)
     )
     return fleet
-
-
-def fleet_groups(plan: RunPlan) -> list[FleetGroup]:
-    return [
-        FleetGroup(group.name, group.settings.engines, group.settings.max_concurrency)
-        for group in plan.groups
-    ]
 
 
 def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClient:

@@ -38,7 +38,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import engine_groups, run_ahead
 from megarl.rollouts.buffer import Ledger, RolloutBuffer
 from megarl.rollouts.channel import Intake, RolloutsSender, batch_of, judged
-from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock, fleet_groups
+from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock
 from megarl.rollouts.stream import RolloutStream
 from megarl.simulation.engines import SimulatedEngine, Speed, Work
 from megarl.simulation.lengths import Draw, Lengths
@@ -231,7 +231,7 @@ class SimulatedGenerator(GeneratorExecutor):
                 config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
             )
         clients: list[Any] = list(self.engines)
-        self.fleet = Fleet(clients, mode, chunk, elastic=True, groups=fleet_groups(self.plan))
+        self.fleet = Fleet(clients, mode, chunk, elastic=True, groups=self.plan.groups)
         self.clock = ScoringClock(self.loop.time)
         self.rollouts_of = Rollouts(self._generate, self._generate, self.clock)
         judge = partial(judged, config=config)

@@ -61,7 +61,7 @@ def until(condition, poll=lambda: None, seconds=60):
         time.sleep(0.02)
 
 
-def kept(
+def keep_engine(
     group: ProcessGroup,
     policy: str,
     max_restarts: int = 2,
@@ -86,9 +86,9 @@ def child(group: ProcessGroup):
     return group._children["engine.0"]
 
 
-def test_a_killed_engine_is_started_again_on_its_port_so_often_and_no_more(tmp_path, capsys):
+def test_a_killed_engine_is_restarted_up_to_its_limit(tmp_path, capsys):
     with ProcessGroup(tmp_path) as group:
-        keeper = kept(group, "restart", max_restarts=1)
+        keeper = keep_engine(group, "restart", max_restarts=1)
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
         child(group).kill()
         until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
@@ -105,13 +105,13 @@ def test_a_killed_engine_is_started_again_on_its_port_so_often_and_no_more(tmp_p
             until(lambda: False, keeper.poll, seconds=20)
 
 
-def test_the_run_goes_on_without_one_that_training_does_not_need(tmp_path, capsys):
+def test_a_run_goes_on_without_a_spare_engine(tmp_path, capsys):
     """An engine has used up its restarts: the run continues without it.
 
     An engine that never answered ends the run.
     """
     with ProcessGroup(tmp_path) as group:
-        keeper = kept(group, "restart", max_restarts=0, spare=True)
+        keeper = keep_engine(group, "restart", max_restarts=0, spare=True)
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
         child(group).kill()
         until(lambda: not group.names, keeper.poll)
@@ -119,18 +119,20 @@ def test_the_run_goes_on_without_one_that_training_does_not_need(tmp_path, capsy
             "engine.0 is dropped after generator.max_restarts=0; the run goes on without it"
             in capsys.readouterr().out
         )
-        keeper = kept(group, "restart", max_restarts=0, spare=True, code="raise SystemExit(1)")
+        keeper = keep_engine(
+            group, "restart", max_restarts=0, spare=True, code="raise SystemExit(1)"
+        )
         with pytest.raises(ProcessFailed, match="engine.0 exited with status 1"):
             until(lambda: False, keeper.poll, seconds=20)
 
 
-def test_an_engine_that_has_served_and_ends_of_itself_is_started_again(tmp_path, capsys):
+def test_an_engine_that_served_and_exits_is_restarted(tmp_path, capsys):
     """So ends an engine whose scheduler crashed, or that was told to end because it lacks a part of
     the weights.
     """
     leaving = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n"
     with ProcessGroup(tmp_path) as group:
-        keeper = kept(group, "restart", code=leaving + SERVER)
+        keeper = keep_engine(group, "restart", code=leaving + SERVER)
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
         child(group).terminate()
         until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
@@ -140,9 +142,9 @@ def test_an_engine_that_has_served_and_ends_of_itself_is_started_again(tmp_path,
         )
 
 
-def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, capsys):
+def test_a_silent_engine_is_killed_and_restarted(tmp_path, capsys):
     with ProcessGroup(tmp_path) as group:
-        keeper = kept(group, "restart")
+        keeper = keep_engine(group, "restart")
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
         child(group).send_signal(signal.SIGSTOP)
         until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
@@ -150,7 +152,7 @@ def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, cap
 
 
 @pytest.mark.long
-def test_an_engine_at_a_long_command_of_an_update_is_let_finish(tmp_path, capsys):
+def test_a_long_command_of_an_update_is_no_silence(tmp_path, capsys):
     """Its scheduler gives no answer for twice health_s, but sends heartbeats.
 
     A stopped scheduler sends none. In a run health_s is at least 5 s.
@@ -158,7 +160,7 @@ def test_an_engine_at_a_long_command_of_an_update_is_let_finish(tmp_path, capsys
     ask = tmp_path / "ask"
     beats = tmp_path / "beats"
     with ProcessGroup(tmp_path) as group:
-        keeper = kept(
+        keeper = keep_engine(
             group,
             "restart",
             health_s=4.0,
@@ -181,15 +183,15 @@ def test_an_engine_at_a_long_command_of_an_update_is_let_finish(tmp_path, capsys
 
 def test_a_dropped_engine_ends_nothing(tmp_path, capsys):
     with ProcessGroup(tmp_path) as group:
-        keeper = kept(group, "drop")
+        keeper = keep_engine(group, "drop")
         child(group).kill()
         until(lambda: not group.names, keeper.poll)
         assert "engine.0 is dropped" in capsys.readouterr().out
 
 
-def test_under_fail_an_engine_ends_the_run_like_any_other_process(tmp_path):
+def test_under_fail_no_engine_is_kept(tmp_path):
     with ProcessGroup(tmp_path) as group:
-        keeper = kept(group, "fail")
+        keeper = keep_engine(group, "fail")
         assert keeper.names == set()
 
 
@@ -218,7 +220,7 @@ def test_a_stop_waits_for_the_trainer_ranks_alone(tmp_path):
         assert not order.order(), "the second time ends the run at once"
 
 
-def test_a_stop_reaches_the_launchers_of_other_nodes_and_has_a_deadline(tmp_path):
+def test_a_stop_reaches_other_nodes_and_has_a_deadline(tmp_path):
     with ProcessGroup(tmp_path / "here") as here, ProcessGroup(tmp_path / "there") as there:
         start_worker(there, "trainer.1", "goes on")
         ours = stopping(tmp_path, here, 0, 2)
@@ -240,11 +242,11 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_engines_kept import kept, starts
+from test_engines_kept import keep_engine, starts
 from megarl.launch.processes import ProcessGroup
 from megarl.launch.watch import termination_as_exit
 with termination_as_exit(), ProcessGroup(Path(sys.argv[2])) as group:
-    keeper = kept(group, "restart")
+    keeper = keep_engine(group, "restart")
     while True:
         keeper.poll()
         if keeper._engines["engine.0"].answered:
@@ -254,7 +256,7 @@ with termination_as_exit(), ProcessGroup(Path(sys.argv[2])) as group:
 
 
 @pytest.mark.long
-def test_a_launcher_that_was_stopped_says_so_and_does_not_take_its_engines_for_dead(tmp_path):
+def test_a_launcher_that_stood_still_forgives_silent_engines(tmp_path):
     """An engine counts as dead after 1 s of silence."""
     argv = [sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path)]
     launcher = subprocess.Popen(
@@ -273,9 +275,7 @@ def test_a_launcher_that_was_stopped_says_so_and_does_not_take_its_engines_for_d
     assert all(line == "answered 1\n" or "stood still" in line for line in lines), lines
 
 
-def test_an_engine_that_ends_of_itself_before_it_has_ever_answered_ends_the_run_at_once(
-    tmp_path, capsys
-):
+def test_an_engine_that_exits_before_its_first_answer_is_fatal(tmp_path, capsys):
     """It would end again. An engine that was killed is started again."""
     with ProcessGroup(tmp_path) as group:
         keeper = EngineKeeper(group, "restart", max_restarts=3, health_s=10, startup_s=30)

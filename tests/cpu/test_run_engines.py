@@ -74,15 +74,19 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(
     """
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
-    more = [
+    overrides = [
         "generator.engines=2",
         "generator.health_s=15",
         "max_steps=100000",
         "checkpoint.every=0",
         "observe.probe_every=0",
     ]
-    more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1"]
-    more += ["rollout.name=slow_rollouts:after_a_second", *settings(transport), "weights.relay=off"]
+    overrides += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1"]
+    overrides += [
+        "rollout.name=slow_rollouts:after_a_second",
+        *settings(transport),
+        "weights.relay=off",
+    ]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
     process = start(
@@ -92,36 +96,44 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(
             f"model.path={model}",
             f"run_dir={run_dir}",
             *OVERRIDES,
-            *more,
+            *overrides,
         ],
         log,
     )
     driver_log = run_dir / "logs/generator.0.log"
 
-    def said(text: str) -> bool:
+    def logged(text: str) -> bool:
         return text in driver_log.read_text()
 
     try:
         kill_in_the_middle_of_an_update(process, run_dir, tmp_path)
         wait_until(
-            lambda: said("engine 0 is lost, 1 are left"), process, "notice of the loss", DEADLINE_S
+            lambda: logged("engine 0 is lost, 1 are left"),
+            process,
+            "notice of the loss",
+            DEADLINE_S,
         )
         wait_until(
-            lambda: said("engines [0] serve version"), process, "return of engine 0", DEADLINE_S
+            lambda: logged("engines [0] serve version"), process, "return of engine 0", DEADLINE_S
         )
         if hangs:
             engine(process, 1).suspend()
             wait_until(
-                lambda: said("engine 1 is lost, 1 are left"),
+                lambda: logged("engine 1 is lost, 1 are left"),
                 process,
                 "notice of the hang",
                 DEADLINE_S,
             )
             wait_until(
-                lambda: said("engines [1] serve version"), process, "return of engine 1", DEADLINE_S
+                lambda: logged("engines [1] serve version"),
+                process,
+                "return of engine 1",
+                DEADLINE_S,
             )
-        done = len(rows(run_dir))
-        wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with both", DEADLINE_S)
+        rows_before = len(rows(run_dir))
+        wait_until(
+            lambda: len(rows(run_dir)) >= rows_before + 4, process, "steps with both", DEADLINE_S
+        )
         next(child for child in descendants(process) if "trainer 1" in title(child)).suspend()
         process.terminate()
         wait_until(lambda: any(run_dir.glob(".launch/train/*/stop")), process, "the order to stop")
@@ -146,21 +158,21 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(
 
 
 @WITH_MOONCAKE
-def test_an_engine_that_was_to_pass_weights_on_takes_others_with_it(tmp_path, monkeypatch):
+def test_the_loss_of_a_relay_ends_the_engines_behind_it(tmp_path, monkeypatch):
     """Over Mooncake, the engines of one host pass weights on to each other by default.
 
     The engine that waits for the dead one's part is ended, and comes back too.
     """
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
-    more = [
+    overrides = [
         "generator.engines=2",
         "max_steps=100000",
         "checkpoint.every=0",
         "observe.probe_every=0",
         "eval.limit=1",
     ]
-    more += ["async.partial_rollout=in_flight", *settings("WaitingMooncake")]
+    overrides += ["async.partial_rollout=in_flight", *settings("WaitingMooncake")]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
     process = start(
@@ -170,7 +182,7 @@ def test_an_engine_that_was_to_pass_weights_on_takes_others_with_it(tmp_path, mo
             f"model.path={model}",
             f"run_dir={run_dir}",
             *OVERRIDES,
-            *more,
+            *overrides,
         ],
         log,
     )
@@ -182,8 +194,10 @@ def test_an_engine_that_was_to_pass_weights_on_takes_others_with_it(tmp_path, mo
             wait_until(
                 lambda: lost in driver_log.read_text(), process, f"notice that {lost}", DEADLINE_S
             )
-        done = len(rows(run_dir))
-        wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with both", DEADLINE_S)
+        rows_before = len(rows(run_dir))
+        wait_until(
+            lambda: len(rows(run_dir)) >= rows_before + 4, process, "steps with both", DEADLINE_S
+        )
     finally:
         kill(process)
     text = driver_log.read_text()

@@ -18,9 +18,9 @@ DEADLINE_S = 300
 
 def engines(run_dir: Path) -> dict[int, dict]:
     """Each engine's line in `megarl engines list`."""
-    done = run(["engines", "list", str(run_dir), "--json"])
-    assert done.returncode == 0, done.stderr
-    return {engine["number"]: engine for engine in json.loads(done.stdout)["engines"]}
+    result = run(["engines", "list", str(run_dir), "--json"])
+    assert result.returncode == 0, result.stderr
+    return {engine["number"]: engine for engine in json.loads(result.stdout)["engines"]}
 
 
 def test_engines_join_and_leave_a_run(tmp_path):
@@ -30,14 +30,14 @@ def test_engines_join_and_leave_a_run(tmp_path):
     """
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
-    more = [
+    overrides = [
         "max_steps=100000",
         "checkpoint.every=0",
         "observe.probe_every=2",
         "eval.limit=1",
         "timeouts.silence_s=8",
     ]
-    more += [
+    overrides += [
         "async.capacity=1",
         "async.partial_rollout=in_flight",
         "rollout.name=slow_rollouts:after_a_second",
@@ -50,7 +50,7 @@ def test_engines_join_and_leave_a_run(tmp_path):
             f"model.path={model}",
             f"run_dir={run_dir}",
             *OVERRIDES,
-            *more,
+            *overrides,
         ],
         log,
     )
@@ -60,7 +60,7 @@ def test_engines_join_and_leave_a_run(tmp_path):
     def add(number: int) -> None:
         joined[number] = start(["engines", "add", str(run_dir), "1"], tmp_path / f"add.{number}")
 
-    def said(text: str, by: Path = driver_log) -> Callable[[], bool]:
+    def logged(text: str, by: Path = driver_log) -> Callable[[], bool]:
         return lambda: text in by.read_text()
 
     def steps(count: int = 3) -> int:
@@ -68,9 +68,9 @@ def test_engines_join_and_leave_a_run(tmp_path):
 
         Returns the number of engines that served after the last one.
         """
-        done = len(rows(run_dir))
+        rows_before = len(rows(run_dir))
         wait_until(
-            lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S
+            lambda: len(rows(run_dir)) >= rows_before + count, process, f"{count} steps", DEADLINE_S
         )
         return rows(run_dir)[-1]["engines/serving"]
 
@@ -86,11 +86,11 @@ def test_engines_join_and_leave_a_run(tmp_path):
         for number in (1, 2):
             add(number)
             wait_until(
-                said(f"engine {number} at", driver_log), process, f"engine {number}", DEADLINE_S
+                logged(f"engine {number} at", driver_log), process, f"engine {number}", DEADLINE_S
             )
         for number in (1, 2):
             wait_until(
-                said(f"engine {number} serves", tmp_path / f"add.{number}"),
+                logged(f"engine {number} serves", tmp_path / f"add.{number}"),
                 process,
                 f"engine {number}",
                 DEADLINE_S,
@@ -105,10 +105,10 @@ def test_engines_join_and_leave_a_run(tmp_path):
         assert joined[1].wait(60) == 0, "its launcher ends with it"
         assert steps() == 2
         kill(joined[2])
-        wait_until(said("engine 2 is lost, 1 are left"), process, "loss of engine 2", DEADLINE_S)
+        wait_until(logged("engine 2 is lost, 1 are left"), process, "loss of engine 2", DEADLINE_S)
         assert steps() == 1
         wait_until(
-            said("engine 2 has left, 1 serve: its launcher has given no sign of life for 8 s"),
+            logged("engine 2 has left, 1 serve: its launcher has given no sign of life for 8 s"),
             process,
             "its end",
             DEADLINE_S,
@@ -117,11 +117,11 @@ def test_engines_join_and_leave_a_run(tmp_path):
         for number in (3, 4):
             add(number)
             wait_until(
-                said(f"engine {number} at", driver_log), process, f"engine {number}", DEADLINE_S
+                logged(f"engine {number} at", driver_log), process, f"engine {number}", DEADLINE_S
             )
         for number in (3, 4):
             wait_until(
-                said(f"engine {number} serves", tmp_path / f"add.{number}"),
+                logged(f"engine {number} serves", tmp_path / f"add.{number}"),
                 process,
                 f"engine {number}",
                 DEADLINE_S,
@@ -132,7 +132,7 @@ def test_engines_join_and_leave_a_run(tmp_path):
         removed = run(["engines", "remove", str(run_dir), "0"])
         assert removed.returncode == 0, "also one that the run itself has started"
         wait_until(
-            said("engine.0 has left the run, and is ended", log),
+            logged("engine.0 has left the run, and is ended", log),
             process,
             "end of engine 0",
             DEADLINE_S,
@@ -149,9 +149,9 @@ def test_engines_join_and_leave_a_run(tmp_path):
         late = run(["engines", "add", str(run_dir)])
         assert late.returncode == 2 and "no run is under way there" in late.stderr
     finally:
-        for each in (process, *joined.values()):
-            if each.poll() is None:
-                kill(each)
+        for launcher in (process, *joined.values()):
+            if launcher.poll() is None:
+                kill(launcher)
         print(
             driver_log.read_text(),
             log.read_text(),
@@ -173,8 +173,8 @@ ADAPTERS = {  # settings, and the largest difference of log-probs between traine
 }
 
 
-@pytest.mark.parametrize(("more", "most"), ADAPTERS.values(), ids=ADAPTERS)
-def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
+@pytest.mark.parametrize(("overrides", "limit"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_reach_an_engine_that_joins(overrides, limit, tmp_path):
     """A new engine first gets everything, as the first engine did.
 
     Afterwards both get only adapters.
@@ -192,7 +192,7 @@ def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
         "trainer.optimizer.lr=1e-2",
         "rollout.name=slow_rollouts:after_a_second",
         "reward.name=reward_functions:by_chance",
-        *more,
+        *overrides,
     ]
     model = make_model(tmp_path / "model", head_dim=64)  # fp8 blocks need it
     process = start(["train", "configs/examples/lora.yaml", f"model.path={model}",
@@ -201,11 +201,11 @@ def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
     joining = None
 
     def steps(count: int) -> list[dict]:
-        done = len(rows(run_dir))
+        rows_before = len(rows(run_dir))
         wait_until(
-            lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S
+            lambda: len(rows(run_dir)) >= rows_before + count, process, f"{count} steps", DEADLINE_S
         )
-        return rows(run_dir)[done:]
+        return rows(run_dir)[rows_before:]
 
     try:
         wait_until(lambda: len(rows(run_dir)) >= 3, process, "third step", DEADLINE_S)
@@ -220,9 +220,9 @@ def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
         process.terminate()
         assert process.wait(120) == 143 and joining.wait(60) == 0
     finally:
-        for each in (process, joining):
-            if each is not None and each.poll() is None:
-                kill(each)
+        for launcher in (process, joining):
+            if launcher is not None and launcher.poll() is None:
+                kill(launcher)
         print((run_dir / "logs/generator.0.log").read_text(), log.read_text())
     table = rows(run_dir)
     assert all(row["sync/audit_ok"] for row in table if "sync/audit_ok" in row)
@@ -232,15 +232,19 @@ def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
     assert (
         0
         < max(row["logprob/abs_diff_mean"] for row in table if "logprob/abs_diff_mean" in row)
-        < most
+        < limit
     )
     assert exactly_once(run_dir, len(table))
 
 
 def test_where_no_run_is_nothing_joins(tmp_path):
-    for what in (["add", str(tmp_path)], ["remove", str(tmp_path), "1"], ["list", str(tmp_path)]):
-        done = run(["engines", *what])
-        assert (done.returncode, done.stderr) == (
+    for command in (
+        ["add", str(tmp_path)],
+        ["remove", str(tmp_path), "1"],
+        ["list", str(tmp_path)],
+    ):
+        result = run(["engines", *command])
+        assert (result.returncode, result.stderr) == (
             2,
             f"megarl: {tmp_path}: megarl train has never run there\n",
         )

@@ -39,7 +39,7 @@ SCALES = 4 * (4 + 2 + 2 + 4 + 4 + 4 + 4)
 FP8 = 4 * (LINEAR + SCALES) + 2 * ENDS + 2 * 2 * (4 * NORMS + 128)  # all norms are on both ranks
 
 
-def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
+def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
     return [
         "train",
         "configs/quickstart.yaml",
@@ -48,7 +48,7 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
         *OVERRIDES,
         *GROUPS,
         *STREAMING,
-        *more,
+        *overrides,
     ]
 
 
@@ -61,7 +61,7 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("steps", "written", "more"),
+    ("steps", "written", "overrides"),
     [
         pytest.param(
             20,
@@ -77,14 +77,16 @@ def model(tmp_path_factory) -> Path:
         pytest.param(6, PLAIN + FP8, ["weights.transport=mooncake"], id="mooncake"),
     ],
 )
-def test_a_run_on_unlike_engines(steps, written, more, model, tmp_path):
+def test_a_run_on_unlike_engines(steps, written, overrides, model, tmp_path):
     """Audits compare every engine's memory with the sent weights, bit for bit, after each update
     and before the next.
     """
     run_dir = tmp_path / "run"
-    done = run(arguments(model, run_dir, f"max_steps={steps}", *more))
-    assert done.returncode == 0, done.stderr
-    assert "2 engines TP1 of plain (unquantised) and 1 engine TP2 of fp8 (fp8_block)" in done.stdout
+    result = run(arguments(model, run_dir, f"max_steps={steps}", *overrides))
+    assert result.returncode == 0, result.stderr
+    assert (
+        "2 engines TP1 of plain (unquantised) and 1 engine TP2 of fp8 (fp8_block)" in result.stdout
+    )
     table = rows(run_dir)
     assert (
         len(table) == steps
@@ -114,14 +116,14 @@ def test_a_run_on_unlike_engines(steps, written, more, model, tmp_path):
 
 def test_changes_go_to_engines_in_bf16_and_in_fp8(model, tmp_path):
     run_dir = tmp_path / "run"
-    more = [
+    overrides = [
         "weights.delta=auto",
         "weights.delta_refresh=4",
         "trainer.optimizer.lr=1e-6",
         "model.dtype=bfloat16",
     ]
-    done = run(arguments(model, run_dir, "max_steps=8", *more))
-    assert done.returncode == 0, done.stderr
+    result = run(arguments(model, run_dir, "max_steps=8", *overrides))
+    assert result.returncode == 0, result.stderr
     table = rows(run_dir)
     assert (
         len(table) == 8 and all(row["sync/audit_ok"] for row in table) and exactly_once(run_dir, 8)
@@ -140,19 +142,20 @@ def test_changes_go_to_engines_in_bf16_and_in_fp8(model, tmp_path):
 
 def test_groups_change_between_starts(model, tmp_path):
     run_dir = tmp_path / "run"
-    done = run(arguments(model, run_dir, "max_steps=4"))
-    assert done.returncode == 0, done.stderr
-    other = [
+    result = run(arguments(model, run_dir, "max_steps=4"))
+    assert result.returncode == 0, result.stderr
+    later_overrides = [
         "generator.groups.plain.engines=1",
         "generator.groups.plain.tp=2",
         "generator.groups.fp8=null",
         "generator.groups.half.engines=1",
     ]
-    done = run(arguments(model, run_dir, "max_steps=8", *other))
-    assert done.returncode == 0, done.stderr
-    assert "Changed: generator.groups.plain.tp=2, was null" in done.stdout
+    result = run(arguments(model, run_dir, "max_steps=8", *later_overrides))
+    assert result.returncode == 0, result.stderr
+    assert "Changed: generator.groups.plain.tp=2, was null" in result.stdout
     assert (
-        "1 engine TP2 of plain (unquantised) and 1 engine TP1 of half (unquantised)" in done.stdout
+        "1 engine TP2 of plain (unquantised) and 1 engine TP1 of half (unquantised)"
+        in result.stdout
     )
     table = rows(run_dir)
     assert [row["step"] for row in table] == list(range(8)) and all(
@@ -172,14 +175,19 @@ def test_engines_of_a_group_die_join_and_leave(model, tmp_path):
     """
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
-    more = ["max_steps=100000", "checkpoint.every=0", "rollout.name=slow_rollouts:after_a_second"]
-    process, joined = start(arguments(model, run_dir, *more), log), list[subprocess.Popen]()
+    overrides = [
+        "max_steps=100000",
+        "checkpoint.every=0",
+        "rollout.name=slow_rollouts:after_a_second",
+    ]
+    process = start(arguments(model, run_dir, *overrides), log)
+    joined: list[subprocess.Popen] = []
     driver_log = run_dir / "logs/generator.0.log"
 
     def steps(count: int = 3) -> dict:
-        done = len(rows(run_dir))
+        rows_before = len(rows(run_dir))
         wait_until(
-            lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S
+            lambda: len(rows(run_dir)) >= rows_before + count, process, f"{count} steps", DEADLINE_S
         )
         return rows(run_dir)[-1]
 
@@ -219,9 +227,9 @@ def test_engines_of_a_group_die_join_and_leave(model, tmp_path):
         process.terminate()
         assert process.wait(120) == 143 and joined[0].wait(60) == 0
     finally:
-        for each in (process, *joined):
-            if each.poll() is None:
-                kill(each)
+        for launcher in (process, *joined):
+            if launcher.poll() is None:
+                kill(launcher)
         print(
             driver_log.read_text(),
             log.read_text(),

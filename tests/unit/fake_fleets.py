@@ -22,13 +22,13 @@ class Engine:
     hung: bool = False
     is_fresh: bool = True
     # lengths of inputs, and versions
-    seen: list[tuple[int, int | None]] = field(default_factory=list)
+    requests: list[tuple[int, int | None]] = field(default_factory=list)
     closed: bool = False
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     finish: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def complete(self, inputs, samplings, version):
-        self.seen.append((len(inputs[0]), version))
+        self.requests.append((len(inputs[0]), version))
         waits = [asyncio.ensure_future(event.wait()) for event in (self.cut, self.finish)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if self.closed:

@@ -26,7 +26,8 @@ from megarl.estimate.estimate import estimate
 from megarl.evaluation.scores import evaluation_plan
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Sampling
-from megarl.generator.fleet import Fleet, FleetGroup
+from megarl.generator.fleet import Fleet
+from megarl.generator.groups import EngineGroup
 from megarl.launch.launcher import Job, fleets_of
 from megarl.launch.nodes import place
 from megarl.plan.checkpoints import differences
@@ -47,8 +48,8 @@ BIG = (
 TWO = f"{BIG} generator.groups.small.engines=3"
 
 
-def two(tmp_path: Path, *more: str) -> RunPlan:
-    return resolve(config(tmp_path, *TWO.split(), *more))
+def two(tmp_path: Path, *overrides: str) -> RunPlan:
+    return resolve(config(tmp_path, *TWO.split(), *overrides))
 
 
 @settings(max_examples=8, deadline=None)
@@ -79,22 +80,24 @@ def test_each_group_gets_what_it_would_get_alone(case, data, joined, rule):
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
     sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
-    found, copies = carry_out(map, sources, joined)
+    result, copies = carry_out(map, sources, joined)
     check_lists(map, copies, joined)
     first = 0
     for layout in alone:
-        own = found[first : first + layout.world_size]
+        group_tensors = result[first : first + layout.world_size]
         first += layout.world_size
-        assert_equal(own, carry_out(ReshardMap.build(trainer, layout), sources, joined)[0])
+        assert_equal(
+            group_tensors, carry_out(ReshardMap.build(trainer, layout), sources, joined)[0]
+        )
         if layout.world_size == plain.world_size and not any(kind.rule for kind in layout.kinds):
             assert_equal(
-                own,
+                group_tensors,
                 [
                     sglang(spec, hf, plain, rank % plain.tp, device)
                     for rank in range(plain.world_size)
                 ],
             )
-    assert first == len(found) == map.destination.world_size
+    assert first == len(result) == map.destination.world_size
 
 
 def groups_of_405b(*sizes: tuple[int, int, str | None]) -> list[Layout]:
@@ -111,12 +114,12 @@ def test_one_schedule_shares_the_sending_over_all_groups():
     prove_exactly_once(map)
     summary = map.summary()
     alone = [ReshardMap.build(trainer, layout).summary() for layout in layouts]
-    assert summary.bytes == summary.bytes_minimum == sum(each.bytes for each in alone)
-    assert summary.tensors == sum(each.tensors for each in alone)
+    assert summary.bytes == summary.bytes_minimum == sum(single.bytes for single in alone)
+    assert summary.tensors == sum(single.tensors for single in alone)
     assert summary.sender_max_over_mean < 1.25, "pipeline stages are not equally large"
     assert depth_bytes(map) == [
         max(pair)
-        for pair in zip(*(depth_bytes(ReshardMap.build(trainer, each)) for each in layouts))
+        for pair in zip(*(depth_bytes(ReshardMap.build(trainer, single)) for single in layouts))
     ]
 
 
@@ -244,20 +247,20 @@ def test_none_is_a_format_and_arguments_add_up():
     ],
 )
 def test_bad_groups_are_refused_by_key(overrides, problem, tmp_path):
-    assert any(found.startswith(problem) for found in problems_of(tmp_path, *overrides.split())), (
-        problems_of(tmp_path, *overrides.split())
-    )
+    assert any(
+        result.startswith(problem) for result in problems_of(tmp_path, *overrides.split())
+    ), problems_of(tmp_path, *overrides.split())
 
 
 def test_groups_may_change_between_starts(tmp_path):
     plan = two(tmp_path)
-    other = two(tmp_path, "generator.groups.small.tp=2", "generator.groups.more.engines=1")
+    later = two(tmp_path, "generator.groups.small.tp=2", "generator.groups.more.engines=1")
     before = {
         "generator.groups.small.tp": None,
         "generator.groups.more.engines": None,
         "generator.groups.small.engines": 3,
     }
-    changed = differences(before, other.config)
+    changed = differences(before, later.config)
     assert {
         "generator.groups.small.tp",
         "generator.groups.more.engines",
@@ -286,17 +289,20 @@ def test_requests_go_to_groups_by_what_their_engines_may_run():
             engines,
             "in_flight",
             elastic=True,
-            groups=[FleetGroup("big", 1, 6), FleetGroup("small", 2, 3)],
+            groups=[
+                EngineGroup("big", GeneratorConfig(engines=1, max_concurrency=6)),
+                EngineGroup("small", GeneratorConfig(engines=2, max_concurrency=3)),
+            ],
         )
         fleet.release(0)
         requests = [
             asyncio.create_task(fleet.generate([1], Sampling(max_tokens=4), 1)) for _ in range(24)
         ]
         await settle()
-        assert [len(engine.seen) for engine in engines] == [12, 6, 6]
+        assert [len(engine.requests) for engine in engines] == [12, 6, 6]
         probe = asyncio.create_task(fleet.generate([1, 2], Sampling(max_tokens=4), 1, group=1))
         await settle()
-        assert Counter(length for engine in engines[1:] for length, _ in engine.seen)[2] == 1
+        assert Counter(length for engine in engines[1:] for length, _ in engine.requests)[2] == 1
         joined = fleet.add(Engine("http://3"), group=0)
         assert fleet.sizes == (1, 2), "one that joins is not counted on yet"
         fleet.come_back(joined)
@@ -318,7 +324,7 @@ def test_a_probe_of_a_group_that_is_lost_goes_to_others():
         fleet = Fleet(
             [Engine("http://0"), Engine("http://1")],
             elastic=True,
-            groups=[FleetGroup("a", 1), FleetGroup("b", 1)],
+            groups=[EngineGroup(name, GeneratorConfig()) for name in ("a", "b")],
         )
         fleet.lose(EngineUnreachable("http://1", "gone"))
         for group in (0, 1, None):
@@ -336,44 +342,44 @@ GPUS = (
 @pytest.mark.parametrize("mode", ["in_flight", "block"])
 def test_a_plan_counts_each_group(mode, tmp_path):
     plan = two(tmp_path, *GPUS, f"async.partial_rollout={mode}", "async.capacity=1", "trainer.dp=8")
-    found = estimate(plan.config, plan.spec)
-    big, small = found.groups
+    result = estimate(plan.config, plan.spec)
+    big, small = result.groups
     alone = [estimate(plan.group_alone(name).config, plan.spec) for name in ("big", "small")]
-    assert [(group.engines, group.gpus) for group in found.groups] == [(2, 8), (3, 3)]
-    assert [group.memory for group in found.groups] == [each.generator for each in alone]
-    assert big.share + small.share == pytest.approx(1) and found.generate.total == max(
+    assert [(group.engines, group.gpus) for group in result.groups] == [(2, 8), (3, 3)]
+    assert [group.memory for group in result.groups] == [single.generator for single in alone]
+    assert big.share + small.share == pytest.approx(1) and result.generate.total == max(
         big.time.total, small.time.total
     )
     if mode == "in_flight":  # all work for the same time, so their rates add up
         assert big.time.total == pytest.approx(small.time.total, rel=0.01)
-        rates = sum(1 / each.generate.total for each in alone)
-        assert found.generate.total == pytest.approx(1 / rates, rel=0.01)
-        assert found.generate.total < min(each.generate.total for each in alone)
+        rates = sum(1 / single.generate.total for single in alone)
+        assert result.generate.total == pytest.approx(1 / rates, rel=0.01)
+        assert result.generate.total < min(single.generate.total for single in alone)
     else:  # all begin together, and are divided by the engines' max_concurrency
         assert big.share == pytest.approx(2 / 5)
-    assert found.control_s < sum(each.control_s for each in alone)
+    assert result.control_s < sum(single.control_s for single in alone)
 
 
 def test_a_group_that_does_not_fit_is_named(tmp_path):
     plan = two(tmp_path, *GPUS, "generator.groups.small.kv_cache_tokens=1000000")
-    found = estimate(plan.config, plan.spec)
+    result = estimate(plan.config, plan.spec)
     assert (
-        found.overfull.keys() - {"trainer"} == {"generator.groups.small"}
-        and found.generator is found.groups[1].memory
+        result.overfull.keys() - {"trainer"} == {"generator.groups.small"}
+        and result.generator is result.groups[1].memory
     )
 
 
 def test_simulated_engines_are_of_their_groups(tmp_path):
-    more = (
+    overrides = (
         "async.capacity=2",
         "async.partial_rollout=in_flight",
         "trainer.dp=8",
         "max_steps=12",
         "plan.simulation.steps=12",
     )
-    plan = two(tmp_path, *GPUS, *more, "rollout.prompts_per_step=64")
+    plan = two(tmp_path, *GPUS, *overrides, "rollout.prompts_per_step=64")
     slow = resolve(
-        config(tmp_path, *GPUS, *more, "rollout.prompts_per_step=64", "generator.engines=3")
+        config(tmp_path, *GPUS, *overrides, "rollout.prompts_per_step=64", "generator.engines=3")
     )
-    took = [simulate(each).end_s for each in (plan, slow)]
-    assert took[0] < took[1], "the big ones come on top"
+    end_s = [simulate(single).end_s for single in (plan, slow)]
+    assert end_s[0] < end_s[1], "the big ones come on top"

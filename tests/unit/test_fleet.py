@@ -51,7 +51,7 @@ def tokens_of(count: int, finish_reason: str) -> Completion:
 
 def test_a_response_is_put_together_from_its_cuts():
     async def answer(inputs, samplings):
-        seen.append(
+        requests.append(
             [(len(tokens), sampling.max_tokens) for tokens, sampling in zip(inputs, samplings)]
         )
         cut = [tokens_of(sampling.max_tokens, "length") for sampling in samplings]
@@ -61,9 +61,9 @@ def test_a_response_is_put_together_from_its_cuts():
         fleet = Fleet([FakeEngine(answer)], "resume", chunk_tokens=4)
         return await fleet.generate([1, 2, 3], Sampling(max_tokens=10), 2)
 
-    seen: list = []
+    requests: list = []
     first, second = asyncio.run(run())
-    assert seen == [[(3, 4), (3, 4)], [(7, 4), (7, 4)], [(11, 2), (11, 2)]]
+    assert requests == [[(3, 4), (3, 4)], [(7, 4), (7, 4)], [(11, 2), (11, 2)]]
     assert (len(first.token_ids), first.finish_reason) == (9, "stop")
     assert (len(second.token_ids), second.finish_reason) == (10, "length")
 
@@ -75,9 +75,9 @@ def test_an_update_cuts_requests_where_they_are():
     """
 
     async def answer(inputs, samplings):
-        seen.append([len(tokens) for tokens in inputs])
+        requests.append([len(tokens) for tokens in inputs])
         seeds.append([sampling.seed for sampling in samplings])
-        if len(seen) > 1:
+        if len(requests) > 1:
             return [tokens_of(sampling.max_tokens, "length") for sampling in samplings]
         for _ in range(2):
             await engine.aborted.wait()
@@ -97,10 +97,10 @@ def test_an_update_cuts_requests_where_they_are():
 
     engine = None
     for mode, again in (("resume", 5), ("abort", 2)):
-        seen: list = []
+        requests: list = []
         seeds: list = []
         assert asyncio.run(run(mode)) == [5, 8]
-        assert seen == [[2, 2], [again]]
+        assert requests == [[2, 2], [again]]
         assert seeds[1] == seeds[0][1:] != seeds[0][:1]
 
 
@@ -141,7 +141,7 @@ def test_a_log_prob_that_is_no_number_names_the_engine():
         completions_of("url", json.dumps([{"meta_info": meta}]).encode(), [Sampling(8)])
 
 
-def test_requests_wait_for_the_end_of_an_update_and_carry_the_new_version():
+def test_requests_wait_for_an_update_and_carry_its_version():
     async def answer(inputs, samplings):
         return [tokens_of(s.max_tokens, "length") for s in samplings]
 
@@ -170,7 +170,7 @@ def test_an_abort_that_nobody_asked_for_is_an_error():
         asyncio.run(run())
 
 
-def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
+def test_unfinished_requests_of_a_lost_engine_move_to_another():
     """The first part of each response comes from the engine that is then lost.
 
     The other engine gets that part, and gives the rest.
@@ -198,23 +198,23 @@ def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
         return completions
 
     async def lost_at_the_second(inputs, samplings):
-        seen.append(("first", [len(tokens) for tokens in inputs]))
+        requests.append(("first", [len(tokens) for tokens in inputs]))
         if len(inputs[0]) > 3:
             raise EngineUnreachable("first", "gone")
         return await answer(inputs, samplings)
 
     async def answer(inputs, samplings):
-        seen.append(("both", [len(tokens) for tokens in inputs]))
+        requests.append(("both", [len(tokens) for tokens in inputs]))
         return [tokens_of(s.max_tokens, "length") for s in samplings]
 
-    seen: list = []
+    requests: list = []
     completions = asyncio.run(run())
     assert [len(completion.token_ids) for completion in completions] == [10, 10]
-    lengths = [lengths for who, lengths in seen if who == "both"]
+    lengths = [lengths for sender, lengths in requests if sender == "both"]
     assert lengths == [[3, 3], [7, 7], [11, 11]], "nothing that was answered is asked for again"
 
 
-def test_what_waited_for_an_engine_that_was_lost_meanwhile_goes_to_another():
+def test_a_held_request_of_a_lost_engine_goes_to_another():
     """By then the lost engine may run again, but without the weights."""
 
     async def run():
@@ -239,7 +239,7 @@ def test_what_waited_for_an_engine_that_was_lost_meanwhile_goes_to_another():
     asyncio.run(run())
 
 
-def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
+def test_requests_wait_when_no_engine_is_left():
     async def run():
         fleet = Fleet([engine := FakeEngine(answer)], "in_flight", elastic=True)
         fleet.release(0)
@@ -264,9 +264,7 @@ def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
 
 
 @pytest.mark.parametrize("in_an_update, comes_back", [(False, True), (True, False)])
-def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(
-    in_an_update, comes_back, monkeypatch
-):
+def test_an_engine_whose_connection_broke_comes_back(in_an_update, comes_back, monkeypatch):
     """Except an engine that may be half-written: it must be restarted, and then lacks our weights."""
 
     async def run():
@@ -310,17 +308,17 @@ def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
                 EngineError,
                 match="no connection to engine http://127.0.0.1:9: Too many open files; raise "
                 "ulimit -n",
-            ) as found:
+            ) as caught:
                 await client.generate([1], Sampling(max_tokens=2))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             await client.close()
-        assert not isinstance(found.value, EngineUnreachable)
+        assert not isinstance(caught.value, EngineUnreachable)
 
     asyncio.run(run())
 
 
-def test_an_engine_that_has_left_is_unreachable_for_whoever_still_asks_it():
+def test_requests_to_an_engine_that_has_left_fail_as_unreachable():
     """Otherwise aiohttp's own error would end the run."""
 
     async def run():
@@ -341,7 +339,7 @@ def test_a_fleet_that_is_not_elastic_raises():
         asyncio.run(Fleet([FakeEngine(answer)]).generate([1], Sampling(max_tokens=2), 1))
 
 
-def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
+def test_a_stop_string_over_two_requests_ends_a_response():
     """It may be spread over two requests, and an engine may have continued after it.
 
     Cut tokens lose their log-probs and experts too.
@@ -361,10 +359,12 @@ def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
     )
 
     async def answer(inputs, samplings):
-        more = [[1, 2, 3], [4, 1, 1]][len(inputs[0]) > 2]
-        routing = bytes(len(inputs[0]) + len(more) - 1)
+        tokens = [[1, 2, 3], [4, 1, 1]][len(inputs[0]) > 2]
+        routing = bytes(len(inputs[0]) + len(tokens) - 1)
         return [
-            Completion(more, [-0.5 * token for token in more], [0] * len(more), "length", routing)
+            Completion(
+                tokens, [-0.5 * token for token in tokens], [0] * len(tokens), "length", routing
+            )
             for _ in inputs
         ]
 
@@ -377,7 +377,7 @@ def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
     ]
 
 
-def test_stop_strings_are_refused_where_engines_cannot_look_for_them():
+def test_stop_strings_are_refused_without_a_tokenizer():
     with pytest.raises(
         ValueError,
         match=r"Sampling.stop=\['x'\]: engines look for stop strings only if rollout.stop or "
@@ -387,7 +387,7 @@ def test_stop_strings_are_refused_where_engines_cannot_look_for_them():
 
 
 @pytest.mark.parametrize(
-    ("text", "strings", "found"),
+    ("text", "strings", "expected"),
     [
         ("abc", ("x",), ("abc", None)),
         ("abXcY", ("Y", "X"), ("ab", "X")),
@@ -396,8 +396,8 @@ def test_stop_strings_are_refused_where_engines_cannot_look_for_them():
         ("Xab", ("X",), ("", "X")),
     ],
 )
-def test_a_text_is_cut_in_front_of_the_stop_string_that_ends_first(text, strings, found):
-    assert cut(text, strings) == found
+def test_a_text_is_cut_before_the_first_stop_string(text, strings, expected):
+    assert cut(text, strings) == expected
 
 
 @pytest.mark.parametrize("state", [EngineState.LEAVING, EngineState.LEFT])
@@ -418,7 +418,7 @@ def test_an_engine_that_leaves_changes_its_state_no_more(state):
     asyncio.run(run())
 
 
-def test_a_newcomer_that_breaks_starts_again_and_an_old_engine_is_lost():
+def test_a_newcomer_that_breaks_starts_again_and_is_not_lost():
     async def run():
         fleet = Fleet([first := FakeEngine(None), FakeEngine(None)], elastic=True)
         first.url = "first"

@@ -84,14 +84,14 @@ def test_engines_are_added_listed_and_removed_by_calls(tmp_path, monkeypatch):
             engine.number for engine in (await link.ask(FleetCall("leave", count=1))).engines
         ] == [3], "the newest"
         assert (await link.ask(FleetCall("leave", engines=[0]))).error == ""
-        told = {
+        rows = {
             engine.number: (engine.serving, engine.gone, engine.text)
             for engine in (await link.ask(FleetCall("list"))).engines
         }
         assert (
-            told[0] == (False, True, "has left: by command")
-            and told[2][2] == "joins: it is starting"
-            and told[1][0]
+            rows[0] == (False, True, "has left: by command")
+            and rows[2][2] == "joins: it is starting"
+            and rows[1][0]
         )
         departures = Departures(tmp_path)
         while not {"engine.0", "engine.3.1"} <= {
@@ -119,13 +119,13 @@ def test_two_calls_at_once_do_not_remove_all_engines(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "on_failure, fixed, why",
+    "on_failure, fixed, reason",
     [("fail", "", "generator.on_failure=fail"), ("restart", "weights go by gloo", "by gloo")],
 )
-def test_a_fleet_that_cannot_change_says_so(on_failure, fixed, why, tmp_path, monkeypatch):
+def test_a_fleet_that_cannot_change_says_so(on_failure, fixed, reason, tmp_path, monkeypatch):
     async def body(fleet, link):
         for call in (FleetCall("join", urls=["http://a"]), FleetCall("leave", engines=[1])):
-            assert why in (await link.ask(call)).error
+            assert reason in (await link.ask(call)).error
         assert not (await link.ask(FleetCall("list"))).error
         assert numbers(fleet.members) == [0, 1]
 
@@ -133,11 +133,11 @@ def test_a_fleet_that_cannot_change_says_so(on_failure, fixed, why, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    "on_failure, silence_s, why",
+    "on_failure, silence_s, reason",
     [("restart", 0.1, "no sign of life"), ("drop", 60.0, "it was lost")],
 )
 def test_a_lost_engine_that_nobody_starts_again_has_left(
-    on_failure, silence_s, why, tmp_path, monkeypatch
+    on_failure, silence_s, reason, tmp_path, monkeypatch
 ):
     """Its launcher is silent, or drops it.
 
@@ -152,13 +152,13 @@ def test_a_lost_engine_that_nobody_starts_again_has_left(
         for number in (0, 2):
             fleet.lose(EngineUnreachable(fleet.engines[number].url, "gone"))
         await fleet.pulse.until(lambda: joined.state is EngineState.LEFT)
-        assert why in joined.reason
+        assert reason in joined.reason
         assert numbers(fleet.down) == [0]
 
     with_calls(body, tmp_path, monkeypatch, on_failure, silence_s=silence_s)
 
 
-def test_launchers_end_an_engine_that_has_left_and_do_not_start_it_again(tmp_path, capsys):
+def test_launchers_end_an_engine_that_has_left_for_good(tmp_path, capsys):
     with ProcessGroup(tmp_path) as group:
         keeper = EngineKeeper(group, "restart", 3, 60, 60, Departures(tmp_path))
         for name in ("engine.1", "engine.1.1", "engine.10"):
@@ -174,7 +174,7 @@ def test_launchers_end_an_engine_that_has_left_and_do_not_start_it_again(tmp_pat
         )
 
 
-def test_engines_that_joined_outlast_the_generator_of_a_run_that_is_ending(tmp_path):
+def test_joined_engines_outlast_the_generator_of_an_ending_run(tmp_path):
     """The run's last launcher may take longer than the generator: it saves, ends processes, and
     writes the summary.
     """
@@ -184,10 +184,10 @@ def test_engines_that_joined_outlast_the_generator_of_a_run_that_is_ending(tmp_p
     )
 
     def membership(leave_s: float) -> Membership:
-        found = Membership(ending, silent, [1], 0.0, leave_s)
-        found._beat_at = math.inf
-        found._answered_at = time.monotonic() - 1  # it asks nothing, and hears nothing
-        return found
+        result = Membership(ending, silent, [1], 0.0, leave_s)
+        result._beat_at = math.inf
+        result._answered_at = time.monotonic() - 1  # it asks nothing, and hears nothing
+        return result
 
     with pytest.raises(RuntimeError, match="no sign of life"):
         membership(60.0).is_over(leaving=False)

@@ -34,7 +34,7 @@ from megarl.weight_sync.transports.choice import Pairs
 from megarl.weight_sync.writing import FullUpdates
 
 
-def test_an_engine_that_joins_serves_when_it_has_started_and_has_the_weights():
+def test_a_joining_engine_serves_once_it_has_the_weights():
     async def body():
         fleet, _ = of(1)
         added = Engine("http://new", is_fresh=False)
@@ -60,12 +60,12 @@ def test_an_engine_that_joins_serves_when_it_has_started_and_has_the_weights():
 
 
 @pytest.mark.parametrize("mode", ["block", "in_flight", "retract", "resume", "abort"])
-def test_what_an_engine_that_leaves_had_begun_goes_on_at_others_from_the_tokens_it_had(mode):
+def test_requests_of_a_leaving_engine_continue_elsewhere(mode):
     async def body():
         fleet, (first, second) = of(2, mode)
         request = asyncio.create_task(fleet.generate([1, 2], Sampling(max_tokens=10), 2))
         await settle()
-        assert (first.seen, second.seen) == ([(2, 4)], [])
+        assert (first.requests, second.requests) == ([(2, 4)], [])
         leaver = fleet.engines[0]
         await fleet.leave(leaver, "by command", 5)
         assert first.closed
@@ -73,7 +73,7 @@ def test_what_an_engine_that_leaves_had_begun_goes_on_at_others_from_the_tokens_
         assert numbers(fleet.serving) == [1]
         assert fleet.sizes == (1,)
         await settle()
-        assert second.seen == [(2 + 7, 4)]
+        assert second.requests == [(2 + 7, 4)]
         second.finish.set()
         assert [
             (len(completion.token_ids), completion.finish_reason) for completion in await request
@@ -106,7 +106,7 @@ def test_a_response_keeps_to_one_version_where_the_mode_says_so(mode, from_token
         await leaving
         fleet.release(5)
         await settle()
-        assert second.seen == [(from_token, 5)]
+        assert second.requests == [(from_token, 5)]
         second.finish.set()
         versions = (await request)[0].versions.tolist()
         assert versions == [5] * 10 if from_token == 1 else [4] * 7 + [5] * 3
@@ -114,7 +114,7 @@ def test_a_response_keeps_to_one_version_where_the_mode_says_so(mode, from_token
     run(body)
 
 
-def test_an_engine_leaves_only_when_the_update_that_writes_to_it_is_over():
+def test_an_engine_leaves_after_the_update_that_writes_to_it():
     async def body():
         fleet, (first, _) = of(2)
         request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=10), 1))
@@ -135,7 +135,7 @@ def test_an_engine_leaves_only_when_the_update_that_writes_to_it_is_over():
     run(body)
 
 
-def test_an_engine_that_hangs_leaves_at_the_deadline_and_its_requests_begin_again():
+def test_a_hanging_engine_leaves_at_the_deadline():
     async def body():
         fleet, (first, second) = of(2)
         first.hung = True
@@ -144,7 +144,7 @@ def test_an_engine_that_hangs_leaves_at_the_deadline_and_its_requests_begin_agai
         await fleet.leave(fleet.engines[0], "by command", 0.1)
         second.finish.set()
         assert len((await request)[0].token_ids) == 10
-        assert second.seen == [(1, 4)]
+        assert second.requests == [(1, 4)]
         assert not fleet.down
 
     run(body)
@@ -176,13 +176,13 @@ def test_places_for_prompts_follow_the_number_of_engines():
     assert admission.begin(0) == [] and admission.empty_share == 0
 
 
-def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monkeypatch):
+def test_trainer_ranks_make_relays_from_the_map_without_relays(monkeypatch):
     """One engine has left and another joined: their number is the same, and their memory is opened
     again, with or without relays.
     """
-    whole = tiny_map(tp=1, pp=1, dp=1, engines=4, generator_tp=1)
+    plain_map = tiny_map(tp=1, pp=1, dp=1, engines=4, generator_tp=1)
     rule = RelayRule(INSIDE_HOSTS, 2)
-    written, forwarding = relayed(whole, rule)
+    written, forwarding = relayed(plain_map, rule)
     assert forwarding.relays
     with pytest.raises(ValueError, match="do not hold equally many replicas"):
         relayed(written, rule)
@@ -191,31 +191,33 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
     )
     link: Any = None
     trace = SimpleNamespace(mark=lambda *_, **__: None)
-    executor: Any = SimpleNamespace(rank=0, layout=whole.source, trace=trace, get_model=dict)
+    executor: Any = SimpleNamespace(rank=0, layout=plain_map.source, trace=trace, get_model=dict)
     sender = WeightsSender(plan, link)
     transport = Discard()
-    sender._whole_map = whole
-    updates = FullUpdates(transport, whole, 0, plan.config)
-    made = []
-    for way, map in [(rule, written), (rule, written), (None, whole)]:
+    sender._whole_map = plain_map
+    updates = FullUpdates(transport, plain_map, 0, plan.config)
+    connections = []
+    for way, map in [(rule, written), (rule, written), (None, plain_map)]:
         sender._connect(executor, updates, WeightsGrant(1, b"", (4,), way, map.plan_hash))
-        made.append((updates._exchange, Counter(copy.destination_rank for copy in updates.copies)))
+        connections.append(
+            (updates._exchange, Counter(copy.destination_rank for copy in updates.copies))
+        )
         assert sum(copy.bytes for copy in updates.copies) == sum(
             copy.bytes for copy in map.copies_from(0)
         )
     # only a different map is proven again
-    assert made[0] == made[1] and made[2][0] is not made[0][0]
+    assert connections[0] == connections[1] and connections[2][0] is not connections[0][0]
 
 
-def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(monkeypatch):
+def test_successive_maps_share_a_process_group_for_amax(monkeypatch):
     """A new group of all trainer ranks for every change of the fleet would exhaust file
     descriptors.
     """
-    made: list[Any] = []
+    process_groups: list[Any] = []
 
     def new_group(**_: Any) -> Any:
-        made.append(torch.distributed.ProcessGroup(0, 2))
-        return made[-1]
+        process_groups.append(torch.distributed.ProcessGroup(0, 2))
+        return process_groups[-1]
 
     monkeypatch.setattr(torch.distributed, "new_group", new_group)
     # at tp 2: 64 rows of k and v
@@ -234,15 +236,13 @@ def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(mon
         updates._use(map_to(engines))
         assert (
             updates._exchange is not before
-            and updates._exchange._group is made[0]
-            and len(made) == 1
+            and updates._exchange._group is process_groups[0]
+            and len(process_groups) == 1
         )
 
 
 @pytest.mark.parametrize("ways, left", [("mooncake", [2]), ("gloo", [1, 2, 3])])
-def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(
-    ways, left, monkeypatch
-):
+def test_an_engine_that_cannot_join_leaves_and_others_join(ways, left, monkeypatch):
     """First they are tried together.
 
     Engine 2 has another layout; engine 3 is lost again during the trial.

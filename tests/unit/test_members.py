@@ -34,16 +34,16 @@ def gloo_group(store: dist.Store, size: int) -> list[dist.ProcessGroupGloo]:
             pool.submit(dist.ProcessGroupGloo, store, rank, size, timedelta(seconds=20))
             for rank in range(size)
         ]
-        return [each.result(20) for each in opening]
+        return [group.result(20) for group in opening]
 
 
 def listening_ports() -> set[int]:
     import psutil
 
     return {
-        each.laddr.port
-        for each in psutil.Process().net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
     }
 
 
@@ -70,7 +70,7 @@ def test_listeners_of_before_are_left_alone():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: it takes a second user")
-def test_a_stranger_who_came_before_the_group_was_closed_is_refused():
+def test_a_stranger_who_connected_early_is_refused():
     """Gloo would accept it as the rank whose number it sends."""
     refused = pytest.raises(
         RuntimeError, match=f"user {STRANGER} of this host has connected to a process group"
@@ -79,11 +79,12 @@ def test_a_stranger_who_came_before_the_group_was_closed_is_refused():
         listener.settimeout(20)
         argv = [sys.executable, "-c", CONNECTS, str(listener.getsockname()[1])]
         stranger = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        kept = listener.accept(), socket.socket(fileno=os.dup(listener.fileno()))
+        connection, _ = listener.accept()
+        open_listener = socket.socket(fileno=os.dup(listener.fileno()))
         assert stranger.stdout.readline() == b"connected\n"
     stranger.communicate(timeout=10)
-    for each in (kept[0][0], kept[1]):
-        each.close()
+    connection.close()
+    open_listener.close()
 
 
 def test_on_one_host_a_store_is_a_file_that_nobody_else_can_open():
@@ -92,10 +93,10 @@ def test_on_one_host_a_store_is_a_file_that_nobody_else_can_open():
     assert listening_ports() == ports
     folder = Path(address.removeprefix("file://127.0.0.1")).parent
     assert folder.stat().st_mode & 0o777 == 0o700
-    other = connect_store(address, 5)
-    other.set("key", b"value")
+    second_store = connect_store(address, 5)
+    second_store.set("key", b"value")
     assert store.get("key") == b"value"
-    del store, other
+    del store, second_store
     assert not folder.exists()
 
 

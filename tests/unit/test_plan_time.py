@@ -25,9 +25,10 @@ from megarl.estimate.times import (
     balanced_sync_s,
     sync_s,
 )
+from megarl.generator.groups import generator_topology
 from megarl.models import load_spec
 from megarl.models.registry import attended, flops_per_token
-from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.topologies import trainer_topology
 from megarl.reshard.forwarding import planned_relays
 from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
 from megarl.reshard.map import ReshardMap
