@@ -80,7 +80,7 @@ def entries(files: list[str]) -> Iterator[tuple[str, str, str]]:
         batch = files[begin : begin + 500]
         # some are texts, not libraries
         listing = subprocess.run(["readelf", "-dW", *batch], capture_output=True, text=True).stdout
-        path = some[0]
+        path = batch[0]
         for line in listing.splitlines():
             if line.startswith("File: "):
                 path = line.removeprefix("File: ")
