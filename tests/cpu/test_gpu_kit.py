@@ -45,8 +45,8 @@ def run(
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kit") / "gpu-kit"
-    made = run("make", "gpu-kit", f"KIT={folder}")
-    assert made.returncode == 0, made.stdout + made.stderr
+    process = run("make", "gpu-kit", f"KIT={folder}")
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
 
@@ -84,23 +84,23 @@ def linked(folder: Path, names: set[str]) -> Path:
 
 
 def closure(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
-    left = sorted(names)
-    seen = set()
-    while left:
-        name = left.pop()
-        if name in seen:
+    pending = sorted(names)
+    visited = set()
+    while pending:
+        name = pending.pop()
+        if name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:  # a dependency for CUDA
             continue
         yield distribution
         needs = [need for need in distribution.requires or () if "extra ==" not in need]
-        left += [re.split(r"[\s<>=!~;\[(]", need, maxsplit=1)[0] for need in needs]
+        pending += [re.split(r"[\s<>=!~;\[(]", need, maxsplit=1)[0] for need in needs]
 
 
-def test_the_kit_has_pieces_of_at_most_60_mib(kit):
+def test_kit_has_pieces_of_at_most_60_mib(kit):
     for piece in ("wheels", "engine"):
         assert sum(path.stat().st_size for path in (kit / piece).iterdir()) < 60 << 20
     wheels = sorted(path.name.split("-")[0] for path in (kit / "wheels").iterdir())
@@ -124,9 +124,9 @@ PARTS = [
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_the_kit_needs_nothing_else(part, kit, bare, tmp_path):
+def test_kit_needs_only_torch_triton_and_numpy(part, kit, bare, tmp_path):
     python = sys._base_executable  # type: ignore[attr-defined]  # it does not see this environment's packages
-    found = run(
+    process = run(
         python,
         kit / "run.py",
         "--rehearse",
@@ -137,7 +137,7 @@ def test_the_kit_needs_nothing_else(part, kit, bare, tmp_path):
         cwd=tmp_path,
         PYTHONPATH=str(bare),
     )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert report["parts"][part]["status"] == "ok" and report["parts"][part]["rows"]
     page = (tmp_path / "out" / "gpu.md").read_text()
@@ -146,10 +146,10 @@ def test_the_kit_needs_nothing_else(part, kit, bare, tmp_path):
 
 
 @pytest.mark.long
-def test_the_kit_runs_engine_and_trainer_on_a_common_machine(kit, machine, tmp_path):
+def test_kit_runs_engine_and_trainer_on_a_common_machine(kit, machine, tmp_path):
     python = sys._base_executable  # type: ignore[attr-defined]
-    parts = "environment,loop"
-    found = run(
+    parts = "environment,loop,loop-moe"
+    process = run(
         python,
         kit / "run.py",
         "--rehearse",
@@ -160,24 +160,24 @@ def test_the_kit_runs_engine_and_trainer_on_a_common_machine(kit, machine, tmp_p
         timeout_s=580,
         PYTHONPATH=str(machine),
     )
-    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    rows = {
-        row["what"]: row
-        for row in json.loads((tmp_path / "gpu.json").read_text())["parts"]["loop"]["rows"]
-    }
-    assert rows["steps done"]["measured"] == rows["steps done"]["planned"]
-    assert rows["updates whose audit is equal"]["measured"] > 0
+    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]
+    results = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    for part in ("loop", "loop-moe"):
+        rows = {row["what"]: row for row in results[part]["rows"]}
+        assert rows["steps done"]["measured"] == rows["steps done"]["planned"]
+        assert rows["updates whose audit is equal"]["measured"] > 0
+    rows = {row["what"]: row for row in results["loop"]["rows"]}
     assert rows["engine killed after step"]["measured"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_is_missing(kit, bare, tmp_path):
-    made = run("make", "gpu")
-    assert made.returncode == 2
+def test_kit_without_a_gpu_says_what_is_missing(kit, bare, tmp_path):
+    of_checkout = run("make", "gpu")
+    assert of_checkout.returncode == 2
     assert re.search(
         r"make gpu lacks:\n- (PyTorch .* is built without CUDA|no NVIDIA GPU can be used "
         r"here|torch cannot)",
-        made.stderr,
+        of_checkout.stderr,
     )
     python = sys._base_executable  # type: ignore[attr-defined]
     of_kit = run(python, kit / "run.py", cwd=tmp_path, PYTHONPATH=str(bare))
@@ -189,14 +189,14 @@ def test_without_a_gpu_it_says_what_is_missing(kit, bare, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_part_that_fails_is_shown_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+def test_failed_part_is_shown_and_later_parts_run(monkeypatch, tmp_path, capsys):
     from megarl.bench.gpu import __main__ as program
 
     monkeypatch.setattr(program, "REHEARSED_SLOWER", 1)
     # even its imports take longer
-    sleeps = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)
+    late = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)
     broken = program.Part("Broken", "megarl.bench.gpu.nowhere:run", 60)
-    monkeypatch.setattr(program, "PARTS", {"late": sleeps, "broken": broken})
+    monkeypatch.setattr(program, "PARTS", {"late": late, "broken": broken})
     monkeypatch.setattr(sys, "argv", ["megarl.bench.gpu", "--rehearse", "--output", str(tmp_path)])
     assert program.main() == 1
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]

@@ -33,11 +33,11 @@ def main() -> int:
         for dtype, head_dim, kv_heads, page_size in itertools.product(
             LARGEST_ERROR, (16, 64), (QUERY_HEADS, 2), (1, 16)
         ):
-            found = error(attention, dtype, head_dim, kv_heads, page_size)
-            too_large |= not found <= LARGEST_ERROR[dtype]
+            largest_error = error(attention, dtype, head_dim, kv_heads, page_size)
+            too_large |= not largest_error <= LARGEST_ERROR[dtype]
             print(
                 f"{name}, {dtype}, {head_dim} a head, {QUERY_HEADS // kv_heads} queries a key, "
-                f"pages of {page_size}: {found:.2g}"
+                f"pages of {page_size}: {largest_error:.2g}"
             )
     return int(too_large)
 

@@ -58,26 +58,26 @@ class Sources:
         None if there is no such name.
         """
         tree = self.module(module)
-        found = None
+        definition = None
         if self.is_module(f"{module}.{name}"):
-            found = "module"
+            definition = "module"
         for node in reversed(_top(tree)) if tree else ():
             if isinstance(node, Definition) and node.name == name:
-                found = node
+                definition = node
             elif isinstance(node, ast.ImportFrom) and (
                 alias := next((a for a in node.names if (a.asname or a.name) == name), None)
             ):
                 origin = _absolute(module, node, self.path(module))
                 if origin.split(".")[0] not in VENDORS or (origin, alias.name) == (module, name):
-                    return found or node
+                    return definition or node
                 return self.find(origin, alias.name) or (node if self.is_compiled(origin) else None)
             elif (
                 isinstance(node, ast.ImportFrom)
                 and any(a.name == "*" for a in node.names)
-                and found is None
+                and definition is None
             ):
-                found = self.find(_absolute(module, node, self.path(module)), name)
-            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and found is None:
+                definition = self.find(_absolute(module, node, self.path(module)), name)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and definition is None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [
                     leaf.id
@@ -85,25 +85,25 @@ class Sources:
                     for leaf in ast.walk(target)
                     if isinstance(leaf, ast.Name)
                 ]
-                found = node if name in names else None
-        return found
+                definition = node if name in names else None
+        return definition
 
 
 def _top(tree: ast.Module) -> list[ast.stmt]:
     """The statements of a module, and of its `if` and `try`."""
-    found: list[ast.stmt] = []
-    left = [*tree.body]
-    while left:
-        node = left.pop()
-        found.append(node)
+    statements: list[ast.stmt] = []
+    pending = [*tree.body]
+    while pending:
+        node = pending.pop()
+        statements.append(node)
         for part in (
             ("body", "orelse", "finalbody") if isinstance(node, (ast.If, ast.Try, ast.With)) else ()
         ):
-            left += getattr(node, part, [])
-        left += [
+            pending += getattr(node, part, [])
+        pending += [
             statement for handler in getattr(node, "handlers", []) for statement in handler.body
         ]
-    return found
+    return statements
 
 
 def _absolute(module: str, node: ast.ImportFrom, path: Path | None) -> str:
@@ -114,53 +114,61 @@ def _absolute(module: str, node: ast.ImportFrom, path: Path | None) -> str:
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
-def signature(sources: Sources, module: str, found: Any) -> inspect.Signature | None:
+def signature(sources: Sources, module: str, definition: Any) -> inspect.Signature | None:
     """The signature of a function, or of a class by its own __init__ or fields.
 
     None if the source does not tell it.
     """
-    if isinstance(found, ast.ClassDef):
+    if isinstance(definition, ast.ClassDef):
         init = next(
             (
                 node
-                for node in found.body
+                for node in definition.body
                 if isinstance(node, ast.FunctionDef) and node.name == "__init__"
             ),
             None,
         )
         if init is None:
-            return _fields(found)
+            return _fields(definition)
         return _of_function(init, skip=1)
-    if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        if copied := [
-            each.args[0]
-            for each in found.decorator_list
-            if isinstance(each, ast.Call) and ast.unparse(each.func) == "copy_signature"
+    if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if copied_from := [
+            decorator.args[0]
+            for decorator in definition.decorator_list
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "copy_signature"
         ]:
-            return signature(sources, module, sources.find(module, ast.unparse(copied[0])))
+            return signature(sources, module, sources.find(module, ast.unparse(copied_from[0])))
         kept = ("torch.no_grad", "jit_fuser", "internal_api", "nvtx", "lru_cache", "overload")
         changed = [
-            ast.unparse(each)
-            for each in found.decorator_list
-            if not any(name in ast.unparse(each) for name in kept)
+            ast.unparse(decorator)
+            for decorator in definition.decorator_list
+            if not any(name in ast.unparse(decorator) for name in kept)
         ]
-        return None if changed else _of_function(found)
+        return None if changed else _of_function(definition)
     return None
 
 
-def _fields(found: ast.ClassDef) -> inspect.Signature | None:
+def _fields(definition: ast.ClassDef) -> inspect.Signature | None:
     """The fields of a dataclass without bases."""
-    if found.bases or not any("dataclass" in ast.unparse(each) for each in found.decorator_list):
+    if definition.bases or not any(
+        "dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list
+    ):
         return None
     fields = [
         node
-        for node in found.body
+        for node in definition.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     ]
     parameters = [(field.target.id, field.value is not None) for field in fields]  # type: ignore[union-attr]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    required = [inspect.Parameter(name, kind) for name, given in parameters if not given]
-    optional = [inspect.Parameter(name, kind, default=None) for name, given in parameters if given]
+    required = [
+        inspect.Parameter(name, kind) for name, has_default in parameters if not has_default
+    ]
+    optional = [
+        inspect.Parameter(name, kind, default=None)
+        for name, has_default in parameters
+        if has_default
+    ]
     return inspect.Signature(required + optional)
 
 

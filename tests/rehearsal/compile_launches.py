@@ -49,8 +49,10 @@ def compiled(launch: dict[str, Any]) -> int:
         if kind != "constexpr" and value
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=divisible)
-    found = triton.compile(source, target=GPUTarget("cuda", TARGET, 32), options=launch["options"])
-    return len(found.asm["cubin"])
+    kernel_code = triton.compile(
+        source, target=GPUTarget("cuda", TARGET, 32), options=launch["options"]
+    )
+    return len(kernel_code.asm["cubin"])
 
 
 def _constant(value: Any) -> Any:
@@ -58,8 +60,8 @@ def _constant(value: Any) -> Any:
     import triton.language as tl
 
     named = {
-        str(each): each
-        for each in (tl.bfloat16, tl.float16, tl.float32, tl.float8e4nv, tl.int32, tl.int64)
+        str(dtype): dtype
+        for dtype in (tl.bfloat16, tl.float16, tl.float32, tl.float8e4nv, tl.int32, tl.int64)
     }
     return named.get(value, value) if isinstance(value, str) else value
 

@@ -76,6 +76,7 @@ def install() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    _register_for_cpu()
     _meet_by_gloo()
     _know_triton(properties)
     compute_bfloat16()
@@ -191,6 +192,23 @@ def capture_one(
     graph.output = backend._outputs[key]
 
 
+def _register_for_cpu() -> None:
+    """What a library registers for tensors on GPUs is for those of CPUs."""
+    original = torch.library.Library.impl
+
+    def impl(
+        library: torch.library.Library,
+        op_name: Any,
+        fn: Callable[..., Any],
+        dispatch_key: str = "",
+        **named: Any,
+    ) -> None:
+        key = "CPU" if dispatch_key == "CUDA" and library.ns == "sglang" else dispatch_key
+        original(library, op_name, fn, key, **named)
+
+    torch.library.Library.impl = impl  # type: ignore[method-assign]
+
+
 def _meet_by_gloo() -> None:
     """A process group of GPUs is one of CPUs."""
 
@@ -214,8 +232,11 @@ def _meet_by_gloo() -> None:
 def _know_triton(gpu: types.SimpleNamespace) -> None:
     """Gives Triton's questions about the device an answer."""
     from triton.backends.compiler import GPUTarget
+    from triton.language.extra import cuda
     from triton.runtime import driver
 
+    for name in ("gdc_wait", "gdc_launch_dependents"):  # order kernels, which here run in turn
+        setattr(cuda, name, lambda: None)
     shown = {
         "max_shared_mem": gpu.shared_memory_per_block_optin,
         "multiprocessor_count": gpu.multi_processor_count,

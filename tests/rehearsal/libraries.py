@@ -77,11 +77,11 @@ def main(folder: Path) -> int:
 def entries(files: list[str]) -> Iterator[tuple[str, str, str]]:
     """(file, "NEEDED" or "SONAME", the library)."""
     for begin in range(0, len(files), 500):
-        some = files[begin : begin + 500]
+        batch = files[begin : begin + 500]
         # some are texts, not libraries
-        said = subprocess.run(["readelf", "-dW", *some], capture_output=True, text=True).stdout
-        path = some[0]
-        for line in said.splitlines():
+        listing = subprocess.run(["readelf", "-dW", *batch], capture_output=True, text=True).stdout
+        path = batch[0]
+        for line in listing.splitlines():
             if line.startswith("File: "):
                 path = line.removeprefix("File: ")
             for name in ("NEEDED", "SONAME"):

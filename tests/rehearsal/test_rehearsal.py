@@ -72,10 +72,8 @@ OF_GPT_OSS = {
 }
 # Three gated delta nets and an attention, two microbatches: the experts' reads; and in each delta
 # net Megatron compares and reads the boundaries.
-DELTA_NET, BOUNDARIES = (
-    f"megatron/core/ssm/gated_delta_net/{name}"
-    for name in ("gdn.py:forward", "common.py:_resolve_cu_seqlens")
-)
+DELTA_NET = "megatron/core/ssm/gated_delta_net/gdn.py:forward"
+BOUNDARIES = "megatron/core/ssm/gated_delta_net/common.py:_resolve_cu_seqlens"
 OF_DELTA_NETS = {
     ("blocking copy to the GPU", DELTA_NET): 4, ("equal", DELTA_NET): 12, ("tolist", DELTA_NET): 4,
     ("copy to the host", BOUNDARIES): 24, ("item", BOUNDARIES): 24,
@@ -92,9 +90,9 @@ SCORED = "copy to the host", "megarl/trainer/model.py:_scored"
 
 
 def rehearse(tmp_path: Path, config: str, *arguments: str) -> dict[str, Any]:
-    found, output = run(tmp_path, config, *arguments)
-    assert found is not None, output[-6000:]
-    return found
+    report, output = run(tmp_path, config, *arguments)
+    assert report is not None, output[-6000:]
+    return report
 
 
 def run(tmp_path: Path, config: str, *arguments: str) -> tuple[dict[str, Any] | None, str]:
@@ -110,20 +108,21 @@ def run(tmp_path: Path, config: str, *arguments: str) -> tuple[dict[str, Any] | 
         *arguments,
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=environment
     )
-    return json.loads(
-        report.read_text()
-    ) if ended.returncode == 0 else None, ended.stdout + ended.stderr
+    output = process.stdout + process.stderr
+    if process.returncode:
+        return None, output
+    return json.loads(report.read_text()), output
 
 
 def waits(report: dict[str, Any], phase: str) -> dict[tuple[str, str], int]:
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for event in report["phases"][phase]["events"]:
         if event["kind"] not in NO_WAIT:
-            found[event["kind"], event["inner"]] += event["count"]
-    return dict(found)
+            counts[event["kind"], event["inner"]] += event["count"]
+    return dict(counts)
 
 
 def check_memory(report: dict[str, Any]) -> None:
@@ -139,7 +138,7 @@ def check_memory(report: dict[str, Any]) -> None:
 @needs
 @pytest.mark.long
 @pytest.mark.parametrize("config", ["8b_aipo", "70b_aipo", "70b_32k_aipo"])
-def test_a_dense_rank_waits_for_its_gpu_only_when_a_step_is_over(config, tmp_path):
+def test_dense_rank_waits_for_its_gpu_only_after_a_step(config, tmp_path):
     report = rehearse(tmp_path, config)
     check_memory(report)
     assert waits(report, "step") == OF_A_STEP
@@ -149,7 +148,7 @@ def test_a_dense_rank_waits_for_its_gpu_only_when_a_step_is_over(config, tmp_pat
 @needs
 @pytest.mark.long
 @pytest.mark.parametrize("shadow", ["host", "device"])
-def test_what_finding_changes_waits_for_does_not_grow_with_the_tensors(shadow, tmp_path):
+def test_waits_for_changes_do_not_grow_with_the_tensors(shadow, tmp_path):
     report = rehearse(tmp_path, "8b_aipo", "weights.delta=auto", f"weights.delta_shadow={shadow}")
     assert waits(report, "changes") == OF_CHANGES
     # once for each tensor of a rank, when engines continue
@@ -175,7 +174,7 @@ def test_what_finding_changes_waits_for_does_not_grow_with_the_tensors(shadow, t
     ],
     ids=["experts", "first-stage", "last-stage", "latent-attention", "gpt-oss", "gated-delta-nets"],
 )
-def test_what_a_step_of_other_ranks_waits_for(config, arguments, expected, tmp_path):
+def test_step_of_special_ranks_has_the_known_waits(config, arguments, expected, tmp_path):
     report = rehearse(tmp_path, config, *arguments)
     check_memory(report)
     assert waits(report, "step") == expected
@@ -184,7 +183,7 @@ def test_what_a_step_of_other_ranks_waits_for(config, arguments, expected, tmp_p
 @needs
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "told", "line"),
+    ("fault", "message", "line"),
     [
         (
             "tensor_of_the_host",
@@ -194,29 +193,31 @@ def test_what_a_step_of_other_ranks_waits_for(config, arguments, expected, tmp_p
         ("wrong_keyword", "unexpected keyword argument 'boundaries'", "megarl/trainer/model.py:"),
     ],
 )
-def test_planted_faults_are_found_with_their_lines(fault, told, line, tmp_path):
-    found, output = run(tmp_path, "8b_aipo", "--plant", fault)
-    assert found is None and told in output
+def test_planted_faults_are_reported_with_their_lines(fault, message, line, tmp_path):
+    report, output = run(tmp_path, "8b_aipo", "--plant", fault)
+    assert report is None
+    assert message in output
     assert line in output.splitlines()[-1]
 
 
 @needs
 @pytest.mark.long
-def test_a_wait_for_every_parameter_is_found(tmp_path):
+def test_planted_wait_for_every_parameter_is_counted(tmp_path):
     report = rehearse(tmp_path, "8b_aipo", "--plant", "wait_per_parameter")
     assert waits(report, "step")["item", "megarl/trainer/step.py:train_step"] > 1 + 5
 
 
 @needs
 @pytest.mark.long
-def test_every_element_counts_once_in_the_norm_and_every_gradient_is_summed_over_those_who_hold_it():
+def test_norms_and_gradient_sums_cover_each_element_once():
+    """Also: each gradient is summed over all ranks that have its tensor, and no others."""
     assert marks() == []
 
 
 @needs
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "case", "told"),
+    ("fault", "case", "message"),
     [
         (
             "marks_of_experts",
@@ -235,15 +236,15 @@ def test_every_element_counts_once_in_the_norm_and_every_gradient_is_summed_over
         ),
     ],
 )
-def test_marks_that_are_wrong_are_found(fault, case, told):
-    (found,) = marks(case, "--plant", fault)
-    assert told in found
+def test_planted_wrong_marks_are_reported(fault, case, message):
+    (report,) = marks(case, "--plant", fault)
+    assert message in report
 
 
 def marks(*arguments: str) -> list[str]:
     """The cases that are wrong."""
     command = [sys.executable, "-W", "ignore", str(HERE / "marks.py"), *arguments]
-    ended = subprocess.run(
+    process = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -251,15 +252,15 @@ def marks(*arguments: str) -> list[str]:
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    lines = ended.stdout.splitlines()
+    lines = process.stdout.splitlines()
     wrong = [line for line in lines if not line.endswith(": ok")]
-    assert lines and ended.returncode == bool(wrong), ended.stderr[-6000:]
+    assert lines and process.returncode == bool(wrong), process.stderr[-6000:]
     return wrong
 
 
-def program(name: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def program(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(HERE / f"{name}.py")],
+        [sys.executable, str(HERE / f"{name}.py"), *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -272,29 +273,30 @@ def program(name: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_triton_attention_is_softmax_attention():
     """SGLang's kernels for prefill and decoding, in float32 and bfloat16."""
-    ended = program("attention")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len(ended.stdout.splitlines()) == 32
+    process = program("attention")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert len(process.stdout.splitlines()) == 32
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not torch.version.cuda, reason="needs a CUDA build of PyTorch")
-def test_bare_engine_has_the_log_probs_of_transformers():
+@pytest.mark.parametrize("model", [[], ["--mixture"]], ids=["dense", "mixture"])
+def test_bare_engine_has_the_log_probs_of_transformers(model):
     """Prompts of three lengths; prefill, and graphs of decoding that are replayed after it."""
-    ended = program("bare_engine")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("log-probs differ by") == 3
+    process = program("bare_engine", *model)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("log-probs differ by") == 3
 
 
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_kernels_neither_spill_nor_load_a_few_bytes_at_a_time(tmp_path):
-    ended = program("compile_kernels", TRITON_CACHE_DIR=str(tmp_path))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_kernels_spill_nothing_and_load_wide(tmp_path):
+    process = program("compile_kernels", TRITON_CACHE_DIR=str(tmp_path))
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_more_memory_than_planned_is_told():
+def test_memory_above_the_plan_is_reported():
     report = {
         "plan": {"weights": 2.0, "activations": 4.0, "runtime": 9.0},
         "parts": {"weights": 2.05},
@@ -309,13 +311,13 @@ def test_more_memory_than_planned_is_told():
     ]
 
 
-def test_calls_fit_what_the_vendors_have_installed():
+def test_calls_fit_the_installed_packages():
     count, problems = calls.check_all(Path(sysconfig.get_path("purelib")))
     assert not problems
     assert count > 150
 
 
-def test_calls_that_do_not_fit_are_told(tmp_path):
+def test_calls_that_do_not_fit_vendors_are_reported(tmp_path):
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
         "from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, no_such\n"
@@ -338,7 +340,7 @@ def test_calls_that_do_not_fit_are_told(tmp_path):
     ]
 
 
-def test_calls_of_cuda_and_nccl_that_do_not_fit_are_told(tmp_path):
+def test_calls_that_do_not_fit_torch_are_reported(tmp_path):
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
         "import torch\n"

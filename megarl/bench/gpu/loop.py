@@ -79,7 +79,7 @@ MIXTURE = {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "use_sliding_window": False,
     "vocab_size": 32768,
     "eos_token_id": 2,
@@ -177,6 +177,7 @@ def config(bench: Bench, loop: LoopCase, folder: Path) -> dict[str, Any]:
         "data": {"train": {"source": "synthetic:chain"}},
         "trainer": {
             "local_layers": layer_spec() == "local",
+            "routing_replay": loop.mixture,
             "max_tokens_per_microbatch": 1024 if bench.toy else 16384,
             "optimizer": {"lr": 1e-3 if bench.toy else 1e-4, "warmup_steps": 2},
         },
