@@ -39,7 +39,8 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 
 from megarl.base.files import sync_folder
 from megarl.base.geometry import Box, whole_box
-from megarl.kernels.audit import BITS, Hashes, hash_slice
+from megarl.kernels.audit import Hashes, hash_slice
+from megarl.kernels.changes import BITS
 from megarl.observe.status import counted, mib
 from megarl.plan.checkpoints import (
     CRITIC,
