@@ -45,15 +45,18 @@ def _changes_kernel(
 
 def find_changes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Places]:
     """See megarl.kernels.find_changes."""
-    if not pairs:
-        return []
     counts = [_counted(new, old) for new, old in pairs]
-    # the host waits for the GPU only here
-    totals = torch.stack([piece_counts.sum() for piece_counts in counts]).tolist()
     return [
         _placed(new, old, piece_counts, total)
-        for (new, old), piece_counts, total in zip(pairs, counts, totals)
+        for (new, old), piece_counts, total in zip(pairs, counts, totals_of(counts))
     ]
+
+
+def totals_of(counts: Sequence[torch.Tensor]) -> list[int]:
+    """The sum of each tensor. The host waits for the GPU only once."""
+    if not counts:
+        return []
+    return torch.stack([piece_counts.sum() for piece_counts in counts]).tolist()
 
 
 def _counted(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
