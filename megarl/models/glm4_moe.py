@@ -44,6 +44,8 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         topk_group=1,
         first_k_dense_replace=1,
     )
+    # SGLang's class always has an output layer of its own, which a tied checkpoint lacks
+    reader.expect("tie_word_embeddings", False, False)
     if reader.value("n_shared_experts") == 0:
         raise ConfigError(
             f"{reader.source}: n_shared_experts = 0 is not supported: SGLang would build a shared "

@@ -26,6 +26,8 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         num_experts_per_tok=2,
     )
     reader.expect_no_window()
+    # SGLang's class always has an output layer of its own, which a tied checkpoint lacks
+    reader.expect("tie_word_embeddings", False, False)
     spec = read_common(
         reader,
         "mixtral",

@@ -34,6 +34,8 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         sliding_window=4096,
     )
     reader.expect("attention_bias", False, False)
+    # SGLang's class always has an output layer of its own, which a tied checkpoint lacks
+    reader.expect("tie_word_embeddings", False, False)
     if reader.flag("use_sliding_window", False):
         reader.expect_no_window()
     reader.expect("decoder_sparse_step", 1, 1)

@@ -590,9 +590,12 @@ def test_mixtures_without_dense_layers_or_shared_experts(model, change):
     assert 0 in (spec.first_dense_layers, spec.shared_intermediate_size)
 
 
-def test_a_tied_qwen3_next_is_refused():
+@pytest.mark.parametrize(
+    "model", ["qwen3-next-80b-a3b", "qwen3-30b-a3b", "glm-4.6", "mixtral-8x7b", "gpt-oss-20b"]
+)
+def test_tied_model_is_refused_where_sglang_never_ties(model):
     values = json.loads(
-        (Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text()
+        (Path(__file__).parents[2] / "configs/models" / model / "config.json").read_text()
     )
     with pytest.raises(ConfigError, match="tie_word_embeddings = True is not supported"):
         load_spec(values | {"tie_word_embeddings": True})
