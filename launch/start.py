@@ -234,10 +234,10 @@ class NodePart:
             name = self.numbered(part).name
             if role is None:
                 settings = self._settings(part, device)
+                server_args = self._group_of(part).settings.server_args
             else:
                 settings = self._frozen_settings(part, device, role)
-            generator: GeneratorConfig = self._generator(part).settings
-            server_args = generator.server_args if role is None else role.settings.server_args
+                server_args = role.settings.server_args
             argv, environment = server_command(settings, keys, server_args)
             environment[BEATS] = str(self.folder / f"{name}.beats")
             environment |= engine_devices(part) | self._environment()
@@ -310,7 +310,7 @@ class NodePart:
             dumps_stacks=True,
         )
 
-    def _generator(self, part: EnginePart) -> EngineGroup:
+    def _group_of(self, part: EnginePart) -> EngineGroup:
         """The group, with its settings, of one of the engines that get the run's weights."""
         groups = reversed(groups_of_run(self.plan.config))
         return next(
@@ -321,7 +321,7 @@ class NodePart:
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
         config = self.plan.config
-        group = self._generator(part)
+        group = self._group_of(part)
         tokenizer = None
         if stops_on_text(config):
             tokenizer = config.model.tokenizer or config.model.path

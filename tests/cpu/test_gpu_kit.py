@@ -194,8 +194,8 @@ def test_failed_part_is_shown_and_later_parts_run(monkeypatch, tmp_path, capsys)
 
     monkeypatch.setattr(program, "REHEARSED_SLOWER", 1)
     # even its imports take longer
-    late = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)
-    broken = program.Part("Broken", "megarl.bench.gpu.nowhere:run", 60)
+    late = program.KitPart("Late", "megarl.bench.gpu.kernels:run", 0.3)
+    broken = program.KitPart("Broken", "megarl.bench.gpu.nowhere:run", 60)
     monkeypatch.setattr(program, "PARTS", {"late": late, "broken": broken})
     monkeypatch.setattr(sys, "argv", ["megarl.bench.gpu", "--rehearse", "--output", str(tmp_path)])
     assert program.main() == 1

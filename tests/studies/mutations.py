@@ -46,8 +46,8 @@ MUTATIONS = [
     Mutation(
         "AIPO's weight has no upper bound",
         file="megarl/algorithms/losses.py",
-        now="Weights(log_ratio.clamp(low, high).exp(),",
-        broken="Weights(log_ratio.clamp(low).exp(),",
+        now="Weights(log_ratio.clamp(inputs.low, inputs.high).exp(),",
+        broken="Weights(log_ratio.clamp(inputs.low).exp(),",
         tests=("unit/test_algorithms.py",),
     ),
     Mutation(

@@ -31,7 +31,7 @@ from megarl.config.schema import AsyncConfig
 
 pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the hub's rows
 
-COMMANDS = {command.text: command.where for command in commands()}
+COMMANDS = {command.text: command.location for command in commands()}
 # the examples in megarl --help
 HELP = [text for examples in EXAMPLES.values() for text in examples]
 COMPUTING = [
@@ -83,16 +83,16 @@ def test_documented_command_succeeds(command: str, folder: Path, monkeypatch, ca
 PRINTED = list(printed())
 
 
-@pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.where)
+@pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.location)
 def test_printed_plan_equals_the_output(block: Printed, folder: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(folder)
     main(shlex.split(block.command)[1:])
     stale = first_stale(block.lines, capsys.readouterr().out.splitlines())
-    assert stale is None, f"{block.where}: `{block.command}` does not print there: {stale}"
+    assert stale is None, f"{block.location}: `{block.command}` does not print there: {stale}"
 
 
 def test_printed_plans_are_compared_by_lines() -> None:
-    assert {block.where.split(":")[0] for block in PRINTED} >= {"cluster.md"}
+    assert {block.location.split(":")[0] for block in PRINTED} >= {"cluster.md"}
     output = ["a", "b", "c", "d"]
     for lines in (["a", "…"], ["…", "c", "d"], ["a", "…", "d"], output):
         assert first_stale(lines, output) is None
@@ -148,7 +148,7 @@ megarl sft z.yaml
 4 GiB
 ```
 """
-    assert [(command.text, command.where) for command in commands_of("a.md", text)] == [
+    assert [(command.text, command.location) for command in commands_of("a.md", text)] == [
         ("megarl plan x.yaml", "a.md:4"),
         ("cd somewhere", "a.md:5"),
         ("megarl sft z.yaml", "a.md:10"),

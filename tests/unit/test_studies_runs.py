@@ -82,7 +82,7 @@ def test_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch):
     folders = []
     main = runpy.run_path("tests/studies/__main__.py")["main"]
     monkeypatch.setattr(
-        study, "run", lambda config, overrides, runs, *arguments: folders.append(runs)
+        study, "run", lambda config, overrides, runs, **options: folders.append(runs)
     )
     for config in (CHAIN, GOLD):
         assert main(["offpolicy", config]) == 0
