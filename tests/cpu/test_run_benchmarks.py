@@ -53,14 +53,15 @@ def evaluated(model: Path, folder: Path, rows: list[dict], *settings: str) -> di
         "eval.max_tokens=24",
         "generator.kv_cache_tokens=8192",
     ]
-    own = [
+    folders = [
         f"model.path={model}",
         f"run_dir={folder / 'run'}",
         f"eval.suites.own.source={folder / 'rows.jsonl'}",
     ]
-    done = run(["eval", "configs/quickstart.yaml", *own, *fixed, *settings, "--json"])
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["suites"]["own"]
+    overrides = [*folders, *fixed, *settings]
+    process = run(["eval", "configs/quickstart.yaml", *overrides, "--json"])
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)["suites"]["own"]
 
 
 def test_ifeval(model: Path, tmp_path: Path) -> None:
@@ -72,25 +73,21 @@ def test_ifeval(model: Path, tmp_path: Path) -> None:
 
     if sentence_data() is None:
         pytest.skip("nltk's data punkt_tab is in no package here")
-    few = ("length_constraints:number_words", {"num_words": 300, "relation": "less than"})
-    many = ("length_constraints:number_words", {"num_words": 300, "relation": "at least"})
-    both = record(*few)
-    both["instruction_id_list"] += [many[0], many[0]]
-    both["kwargs"] += record(*many)["kwargs"] * 2
-    found = evaluated(
-        model, tmp_path, [record(*few), record(*many), both], "eval.suites.own.benchmark=ifeval"
-    )
-    assert (
-        found["prompts"],
-        found["samples"],
-        found["correct"],
-        found["reward/failed_fraction"],
-    ) == (3, 6, 2, 0.0)
-    assert (
-        found["prompt_strict"] == found["pass@1"] == found["prompt_loose"] == pytest.approx(1 / 3)
-    )
-    assert found["instruction_strict"] == found["instruction_loose"] == pytest.approx(2 / 5)
-    assert found["ci95/instruction_strict/low"] < 2 / 5 < found["ci95/instruction_strict/high"]
+    rule = "length_constraints:number_words"
+    few = record(rule, {"num_words": 300, "relation": "less than"})
+    many = record(rule, {"num_words": 300, "relation": "at least"})
+    both = record(rule, {"num_words": 300, "relation": "less than"})
+    both["instruction_id_list"] += [rule, rule]
+    both["kwargs"] += many["kwargs"] * 2
+    scores = evaluated(model, tmp_path, [few, many, both], "eval.suites.own.benchmark=ifeval")
+    assert scores["prompts"] == 3
+    assert scores["samples"] == 6
+    assert scores["correct"] == 2
+    assert scores["reward/failed_fraction"] == 0.0
+    assert scores["prompt_strict"] == scores["prompt_loose"] == pytest.approx(1 / 3)
+    assert scores["pass@1"] == scores["prompt_strict"]
+    assert scores["instruction_strict"] == scores["instruction_loose"] == pytest.approx(2 / 5)
+    assert scores["ci95/instruction_strict/low"] < 2 / 5 < scores["ci95/instruction_strict/high"]
 
 
 def test_livecodebench(model: Path, tmp_path: Path) -> None:
@@ -104,7 +101,7 @@ def test_livecodebench(model: Path, tmp_path: Path) -> None:
         row([("1", "2")], "f"),
         row([("1\n", "2\n")], date="2020-01-01T00:00:00"),
     ]
-    found = evaluated(
+    scores = evaluated(
         model,
         tmp_path,
         rows,
@@ -112,9 +109,9 @@ def test_livecodebench(model: Path, tmp_path: Path) -> None:
         "eval.suites.own.since=2024-01-01",
     )
     assert (
-        found["prompts"],
-        found["samples"],
-        found["correct"],
-        found["reward/failed_fraction"],
+        scores["prompts"],
+        scores["samples"],
+        scores["correct"],
+        scores["reward/failed_fraction"],
     ) == (2, 4, 0, 0.0)
-    assert found["pass@1"] == found["pass@2"] == 0.0 < found["ci95/pass@2/high"]
+    assert scores["pass@1"] == scores["pass@2"] == 0.0 < scores["ci95/pass@2/high"]
