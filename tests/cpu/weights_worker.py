@@ -22,6 +22,7 @@ from batches import batch_of
 
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
 from megarl.config.schema import (
+    AsyncConfig,
     DataConfig,
     GeneratorConfig,
     MixtureConfig,
@@ -93,6 +94,8 @@ class Job(msgspec.Struct, frozen=True):
                 speculative=SpeculativeConfig(**self.speculative),
             ),
             rollout=RolloutConfig(max_tokens=32),
+            # after an update a request has only keys and values of the new weights
+            async_=AsyncConfig(partial_rollout="retract"),
             lora=LoraConfig(**self.lora),
             weights=WeightsConfig(
                 transport=transport,
