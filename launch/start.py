@@ -234,7 +234,8 @@ class NodePart:
             name = self.numbered(part).name
             if role is None:
                 settings = self._settings(part, device)
-                server_args = self._group_of(part).settings.server_args
+                generator: GeneratorConfig = self._group_of(part).settings
+                server_args = generator.server_args
             else:
                 settings = self._frozen_settings(part, device, role)
                 server_args = role.settings.server_args
