@@ -50,6 +50,7 @@ def longest_of_prompt(workload: Workload, n: int, correlation: float) -> float:
     quantiles = np.array([normal.inv_cdf(min(max(p, 1e-12), 1 - 1e-12)) for p in shorter])
     shared = np.array([normal.inv_cdf((point + 0.5) / SHARED) for point in range(SHARED)])
     correlation = min(correlation, CORRELATED)
-    own = (quantiles - math.sqrt(correlation) * shared[:, None]) / math.sqrt(1 - correlation)
-    all_shorter = np.vectorize(normal.cdf)(own) ** n
+    # of a response's own part, given the shared part
+    limits = (quantiles - math.sqrt(correlation) * shared[:, None]) / math.sqrt(1 - correlation)
+    all_shorter = np.vectorize(normal.cdf)(limits) ** n
     return float((1 - all_shorter.mean(axis=0)).sum() * step)
