@@ -863,7 +863,7 @@ class PlanConfig:
         at_least(1),
     )
     checkpoint_gb_s: float = setting(
-        2.0, "GB of a checkpoint that each trainer node writes a second", above(0)
+        2.0, "GB of a checkpoint that each trainer node writes a second", between(0.001, 10000)
     )
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
 

@@ -521,16 +521,21 @@ def check_ranks(config: RunConfig) -> Iterable[str]:
     Their layouts would fill the memory.
     """
     trainer = config.trainer
-    generator = config.generator
-    for section, axes in (
-        ("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
-        ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")}),
-    ):
-        ranks = math.prod(axes.values())
-        if ranks > MAX_RANKS:
-            product = " * ".join(
-                f"{section}.{axis}={size}" for axis, size in axes.items() if size > 1
+    tp = {"generator.tp": config.generator.tp}
+    sizes_of_each = [
+        {f"trainer.{axis}": getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")},
+        {"generator.engines": config.generator.engines, **tp},
+        {"eval.engines": config.eval.engines, **tp},
+    ]
+    for name, role in config.roles.items():
+        if role is not None:
+            sizes_of_each.append(
+                {f"roles.{name}.engines": role.engines, f"roles.{name}.tp": role.tp}
             )
+    for sizes in sizes_of_each:
+        ranks = math.prod(sizes.values())
+        if ranks > MAX_RANKS:
+            product = " * ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
             yield f"{product}: {ranks} ranks; at most {MAX_RANKS} can be planned"
 
 

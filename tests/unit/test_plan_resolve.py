@@ -459,3 +459,18 @@ def test_every_shipped_config_resolves(path: Path, tmp_path: Path) -> None:
     plan = resolve(load_config(path, [f"run_dir={tmp_path}"]))
     assert plan.trainer_topology.world_size >= 1
     assert plan.sequences_per_step >= plan.trainer_topology.dp
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.dp", 100_001),
+        ("generator.engines", 100_001),
+        ("eval.engines", 100_001),
+        ("roles.judge.engines", 100_001),
+    ],
+)
+def test_absurd_numbers_of_ranks_are_refused(tmp_path: Path, key: str, value: int) -> None:
+    problem = f"{key}={value}: {value} ranks; at most 100000 can be planned"
+    judge = ["roles.judge.role=judge", f"roles.judge.path={tmp_path}"]
+    assert problem in problems_of(tmp_path, *judge, f"{key}={value}")
