@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError, unreadable
 from megarl.config.load import load_config
+from megarl.generator.groups import ROLLOUTS, EngineGroup
 from megarl.launch.gpus import gpus
 from megarl.launch.launcher import (
     addresses,
@@ -39,7 +40,6 @@ from megarl.launch.launcher import (
 )
 from megarl.launch.meeting import STOP, Meeting, NodeReport, is_locked, read_report, scratch_folder
 from megarl.launch.nodes import (
-    EngineFleet,
     Node,
     NodePlan,
     interface_with,
@@ -53,7 +53,7 @@ from megarl.launch.watch import INSISTING, termination_as_exit, watch
 from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import EngineRow, FleetAnswer, FleetCall
-from megarl.messaging.rendezvous import POLICY, Rendezvous, rendezvous_path
+from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
 from megarl.plan.resolve import RunPlan, checked_before, resolve
 
 ANSWER_S = 60.0  # in addition to the time for the request itself
@@ -165,7 +165,9 @@ class RunningRun:
 
     def connect(self) -> Peer:
         return Peer(
-            f"engines.{secrets.token_hex(4)}", self.rendezvous.key, self.rendezvous.hub_address
+            f"engines.{secrets.token_hex(4)}",
+            self.rendezvous.key,
+            self.rendezvous.hub_address(ROLLOUTS.driver),
         )
 
 
@@ -243,8 +245,10 @@ def add_engines(
     slots = slots_per_node(
         (count or node.count) * tp, node.count, len(gpus()), plan.config.launch.ranks_per_node
     )
-    fleet = EngineFleet(count or max(1, node.count * slots // tp), tp)
-    placed = place(0, [fleet], node.count, slots)
+    settings = dataclasses.replace(
+        plan.config.generator, engines=count or max(1, node.count * slots // tp)
+    )
+    placed = place(0, [EngineGroup("", settings)], node.count, slots)
     signals: list[int] = []  # those that have asked for an end
 
     def ask(number: int) -> bool:
@@ -337,7 +341,9 @@ def _membership(
     peer = run.connect()
     engines = addresses(placed, reports)
     try:
-        peer.send(FleetCall("join", urls=[engine.url for engine in engines[POLICY]], group=group))
+        peer.send(
+            FleetCall("join", urls=[engine.url for engine in engines[ROLLOUTS.prefix]], group=group)
+        )
         awaited = f"the generator of {run.run_dir} to take in engines"
         answer = peer.receive_unless(
             lambda: run.is_over, FleetAnswer, plan.config.generator.startup_timeout_s, awaited

@@ -165,7 +165,7 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> ServedEsti
     settings = role.settings
     spec = replace(role.spec, head=LM)
     gpu = cluster.gpu  # a scalar head needs no more memory or time than LM's
-    shape = _shape_of(role)
+    shape = role.group.settings
     work = _workload(config, role)
     memory = generator_memory(spec, shape, role.dtype, work, gpu)
     time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
@@ -175,11 +175,6 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> ServedEsti
         over_gib=over_bytes(memory, shape, gpu) / GIB,
         score_s=time.total if role.role == JUDGE else time.prefill,
     )
-
-
-def _shape_of(role: ServedRole) -> GeneratorConfig:
-    names = "engines tp ep max_concurrency kv_cache_tokens mem_fraction server_args".split()
-    return GeneratorConfig(**{name: getattr(role.settings, name) for name in names})
 
 
 def _workload(config: RunConfig, role: ServedRole) -> Workload:
@@ -230,7 +225,7 @@ def with_kv_caches(
         )
     roles = dict(config.roles)
     for role in served:
-        tokens = kv_tokens(role.spec, _shape_of(role), role.dtype, _workload(config, role), gpu)
+        tokens = kv_tokens(role.spec, role.group.settings, role.dtype, _workload(config, role), gpu)
         roles[role.name] = replace(role.settings, kv_cache_tokens=tokens)
     return replace(config, generator=replace(generator, groups=groups), roles=roles)
 

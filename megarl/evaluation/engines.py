@@ -28,8 +28,9 @@ from megarl.evaluation.scores import BEGUN, FAILED, SKIPPED, is_due, note, write
 from megarl.executors.engine_calls import show_engines
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.fleet import LOOK_UP_S, Fleet, watch_returns
+from megarl.generator.groups import EVALUATION
 from megarl.messaging.messages import WeightsApplied, WeightsGrant
-from megarl.messaging.rendezvous import EVALUATION, EVALUATOR, Rendezvous
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.messaging.waiting import Background
 from megarl.observe.samples import FailuresWriter
 from megarl.observe.status import StatusBoard, TraceWriter
@@ -40,6 +41,7 @@ from megarl.weight_sync.receiver import UpdateCost, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsExecutor, WeightsSender
 from megarl.weight_sync.sessions import notice_restarts
 
+EVALUATOR = f"{EVALUATION.driver}.0"
 # time to find an engine that was restarted unnoticed between two evaluations
 RETURN_S = 5 * LOOK_UP_S
 LATER_S = 20.0  # the offer of the last version is answered within this time, if only by `later`
@@ -320,7 +322,7 @@ async def evaluate_versions(
     async with AsyncExitStack() as resources:
         failures = resources.enter_context(contextlib.closing(FailuresWriter(run_dir)))
         with status.waiting("the engines", "start-up"):
-            fleet = await open_fleet(plan, rendezvous, resources, elastic, EVALUATION)
+            fleet = await open_fleet(plan, rendezvous, resources, elastic, EVALUATION.prefix)
             served = await open_served(plan, rendezvous, resources, elastic)
         scorers = open_scorers(plan, served, tokenizer)
         logs = run_dir / "logs" / "evaluator"

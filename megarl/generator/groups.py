@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from megarl.base.geometry import GeneratorTopology
 from megarl.config.schema import GeneratorConfig
-from megarl.messaging.rendezvous import EVALUATION, POLICY
+from megarl.messaging.rendezvous import POLICY
 
 
-class Purpose(Enum):
-    """What engines are for. The values are the prefixes of their processes' names."""
+@dataclass(frozen=True)
+class Purpose:
+    """What engines are for."""
 
-    ROLLOUTS = POLICY
-    EVALUATION = EVALUATION  # they only evaluate (eval.engines)
+    prefix: str  # of their processes' names
+    text: str  # their name in messages
+    section: str = "generator"  # config section with their sizes
+    driver: str = ""  # worker role that brings them the run's weights; empty: they are frozen
+    spare: bool = False  # whether training goes on without them
+
+
+ROLLOUTS = Purpose(prefix=POLICY, text="engines", driver="generator")
+EVALUATION = Purpose(
+    prefix="eval_engine", text="evaluation engines", driver="evaluator", spare=True
+)
+PURPOSES = (ROLLOUTS, EVALUATION)  # of engines with the run's weights
 
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Engines of one shape and purpose, which get the run's weights.
+    """Engines of one shape and purpose.
 
     A run without generator.groups has one group for rollouts, whose name is empty.
     """
@@ -27,7 +37,11 @@ class EngineGroup:
     name: str
     settings: GeneratorConfig  # the generator's, with the group's own
     first: int = 0  # number of its first engine: engines of a purpose are numbered group by group
-    purpose: Purpose = Purpose.ROLLOUTS
+    purpose: Purpose = ROLLOUTS
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.settings.engines)
 
     @property
     def topology(self) -> GeneratorTopology:
@@ -36,7 +50,7 @@ class EngineGroup:
     @property
     def key(self) -> str:
         """The config section with the number and sizes of its engines, for messages."""
-        return f"generator.groups.{self.name}" if self.name else "generator"
+        return f"generator.groups.{self.name}" if self.name else self.purpose.section
 
     def dtype(self, model_dtype: str) -> str:
         """The dtype of activations and of unquantised weights.

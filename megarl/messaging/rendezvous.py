@@ -20,10 +20,7 @@ from megarl.messaging.link import RunKey
 LOWEST_PORT = 10_000
 END_OF_PORTS = 65_536  # well-known services have lower ports
 POLICY = "engine"  # prefix of the process names of the policy's engines
-# prefix of the process names of engines that only evaluate (eval.engines)
-EVALUATION = "eval_engine"
-GENERATOR = "generator.0"
-EVALUATOR = "evaluator.0"  # the drivers of these two kinds of engines
+GENERATOR = "generator.0"  # their driver
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -44,7 +41,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     """
 
     hub_host: str
-    hub_port: int
+    hub_ports: dict[str, int]  # worker role of a driver of engines -> port of its hub
     key_file: str  # file with the RunKey for all messages between processes
     trainer_host: str  # host of trainer rank 0, where torch.distributed meets
     trainer_port: int
@@ -55,20 +52,13 @@ class Rendezvous(msgspec.Struct, frozen=True):
     start_step: int
     checkpoint: str  # folder to resume from, empty for a fresh run
     first_engine: int = 0  # number of the first of `engines`, if they have joined a run
-    # hub port of the driver of engines that only evaluate, on the generator's host
-    evaluator_port: int = 0
 
     @property
     def key(self) -> RunKey:
         return RunKey.load(Path(self.key_file))
 
-    @property
-    def hub_address(self) -> str:
-        return f"tcp://{with_port(self.hub_host, self.hub_port)}"
-
-    @property
-    def evaluator_address(self) -> str:
-        return f"tcp://{with_port(self.hub_host, self.evaluator_port)}"
+    def hub_address(self, driver: str) -> str:
+        return f"tcp://{with_port(self.hub_host, self.hub_ports[driver])}"
 
     def engine_urls(self, name: str = POLICY) -> list[str]:
         return [engine.url for engine in self.engines[name]]

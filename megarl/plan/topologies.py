@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import AsyncConfig, GeneratorConfig, RunConfig, TrainerConfig
-from megarl.generator.groups import EngineGroup, Purpose
+from megarl.generator.groups import EVALUATION, EngineGroup
 from megarl.models import ModelSpec
 from megarl.reshard.layout import Layout, generator_layout, side_by_side
 
@@ -41,7 +41,7 @@ def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:
 def evaluation_group(config: RunConfig) -> EngineGroup:
     """The engines that only evaluate, with the generator's settings; there may be none."""
     settings = replace(config.generator, engines=config.eval.engines, groups={})
-    return EngineGroup("", settings, first=0, purpose=Purpose.EVALUATION)
+    return EngineGroup("", settings, first=0, purpose=EVALUATION)
 
 
 def groups_of_run(config: RunConfig) -> tuple[EngineGroup, ...]:

@@ -580,7 +580,7 @@ def undecodable_from_a_new_peer(run: FaultRun, random: Random) -> dict[str, str]
     """
     (rendezvous_file,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
     rendezvous = Rendezvous.load(rendezvous_file.parent)
-    peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address)
+    peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address("generator"))
     peer.send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
     time.sleep(0.5)
     peer.close()

@@ -28,7 +28,7 @@ from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.groups import EngineGroup
-from megarl.launch.launcher import Job, fleets_of
+from megarl.launch.launcher import training_job
 from megarl.launch.nodes import place
 from megarl.plan.checkpoints import differences
 from megarl.plan.resolve import RunPlan, resolve
@@ -274,8 +274,8 @@ def test_engines_of_a_group_get_whole_nodes_where_they_need_them(tmp_path):
         "generator.groups.big.quantization=none",
         "generator.groups.small.tp=4",
     )
-    fleets = fleets_of(plan, Job("train", tmp_path, "train", "generate"))
-    placed = place(plan.trainer_topology.world_size, fleets, nodes=7, slots=8)
+    groups = training_job(plan).groups
+    placed = place(plan.trainer_topology.world_size, groups, nodes=7, slots=8)
     assert [(part.engine, part.part, part.ranks) for node in placed for part in node.engines] == [
         (0, 0, 8), (0, 1, 8), (1, 0, 8), (1, 1, 8), (2, 0, 4), (3, 0, 4), (4, 0, 4)
     ]  # fmt: skip
