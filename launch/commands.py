@@ -29,7 +29,7 @@ from megarl.estimate.estimate import estimate, with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
-from megarl.generator.groups import EngineGroup, Purpose
+from megarl.generator.groups import EngineGroup
 from megarl.launch.gpus import gpus
 from megarl.launch.inputs import check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, generating_job, launch, placement, training_job
@@ -48,7 +48,7 @@ from megarl.launch.tracking import Trackers
 from megarl.launch.watch import Stopped
 from megarl.launch.worker import PARENT
 from megarl.messaging.host import loopback
-from megarl.messaging.rendezvous import EngineAddress, Rendezvous
+from megarl.messaging.rendezvous import EngineAddress, Purpose, Rendezvous
 from megarl.models.spec import SCALAR
 from megarl.observe.metrics import METRICS_FILE, check_lines, read_metrics
 from megarl.observe.progress import Doings, Progress
@@ -757,11 +757,8 @@ def warm(plan: RunPlan) -> None:
     for group in plan.groups:
         start = time.monotonic()
         with scratch_folder() as run_dir:
-            config = replace(
-                plan.config,
-                run_dir=str(run_dir / "run"),
-                generator=replace(group.settings, engines=1),
-            )
+            one = plan.group_alone(group.name).with_engines([1])
+            config = replace(one.config, run_dir=str(run_dir / "run"))
             alone = with_caches(without_trainer(replace(resolve(config, WARM), served=())))
             job = generating_job(alone, WARM, run_dir / "run/logs", driver=WARM)
             launch(alone, job, Node(0, 1, "local"), lambda folder: None)

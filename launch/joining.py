@@ -26,7 +26,6 @@ from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError, unreadable
 from megarl.config.load import load_config
-from megarl.generator.groups import ROLLOUTS, EngineGroup
 from megarl.launch.gpus import gpus
 from megarl.launch.launcher import (
     addresses,
@@ -53,7 +52,7 @@ from megarl.launch.watch import INSISTING, termination_as_exit, watch
 from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import EngineRow, FleetAnswer, FleetCall
-from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
+from megarl.messaging.rendezvous import ROLLOUTS, Rendezvous, rendezvous_path
 from megarl.plan.resolve import RunPlan, checked_before, resolve
 
 ANSWER_S = 60.0  # in addition to the time for the request itself
@@ -167,7 +166,7 @@ class RunningRun:
         return Peer(
             f"engines.{secrets.token_hex(4)}",
             self.rendezvous.key,
-            self.rendezvous.hub_address(ROLLOUTS.driver),
+            self.rendezvous.hub_address(ROLLOUTS),
         )
 
 
@@ -245,10 +244,8 @@ def add_engines(
     slots = slots_per_node(
         (count or node.count) * tp, node.count, len(gpus()), plan.config.launch.ranks_per_node
     )
-    settings = dataclasses.replace(
-        plan.config.generator, engines=count or max(1, node.count * slots // tp)
-    )
-    placed = place(0, [EngineGroup("", settings)], node.count, slots)
+    plan = plan.with_engines([count or max(1, node.count * slots // tp)])
+    placed = place(0, plan.groups, node.count, slots)
     signals: list[int] = []  # those that have asked for an end
 
     def ask(number: int) -> bool:

@@ -27,7 +27,7 @@ from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.estimate.estimate import estimate, generate_parts, to_json, train_parts
 from megarl.estimate.hardware import GPUS
-from megarl.generator.groups import ROLLOUTS, EngineGroup
+from megarl.generator.groups import EngineGroup
 from megarl.generator.server import EngineKeys, growing_segments
 from megarl.launch import doctor
 from megarl.launch.engines import EngineKeeper
@@ -47,6 +47,7 @@ from megarl.launch.start import HOME_CACHE, NodePart, compiled_folder
 from megarl.launch.watch import NAMES, RunWatch, StopOrder, Stopped, termination_as_exit
 from megarl.messaging.link import RunKey
 from megarl.messaging.rendezvous import (
+    ROLLOUTS,
     Departures,
     EngineAddress,
     Rendezvous,

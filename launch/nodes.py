@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import psutil
 
 from megarl.config.errors import ConfigError
-from megarl.generator.groups import ROLLOUTS, EngineGroup
+from megarl.generator.groups import EngineGroup
 from megarl.messaging.host import address_towards, is_loopback, loopback, with_port
+from megarl.messaging.rendezvous import ROLLOUTS
 
 # unassigned addresses (RFC 5737, 3849); a look-up of their route sends nothing
 _UNASSIGNED_ADDRESSES = ("192.0.2.1", "2001:db8::1")

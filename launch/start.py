@@ -19,7 +19,6 @@ from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.data.rows import held_out_samplings, stops_on_text
 from megarl.estimate.estimate import training_memory
 from megarl.estimate.hardware import GPUS
-from megarl.generator.groups import ROLLOUTS
 from megarl.generator.seeds import seed_of
 from megarl.generator.server import ENGINE_SEED_BITS, EngineKeys, EngineSettings, server_command
 from megarl.launch import doctor
@@ -29,7 +28,7 @@ from megarl.launch.nodes import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.worker import CORES, PARENT
 from megarl.messaging.host import with_port
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import ROLLOUTS, Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL

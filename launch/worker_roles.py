@@ -12,9 +12,8 @@ from pathlib import Path
 
 from megarl.base.files import write_whole
 from megarl.config.load import load_config
-from megarl.generator.groups import PURPOSES
 from megarl.launch.gpus import gpus
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import PURPOSES, Rendezvous
 from megarl.plan.resolve import RunPlan, checked_before
 
 

@@ -24,10 +24,9 @@ from functools import partial
 
 from megarl.controller import Controller
 from megarl.evaluation.scores import evaluation_plan
-from megarl.generator.groups import EVALUATION, ROLLOUTS
 from megarl.messaging.link import Hub, Peer
 from megarl.messaging.process_groups import StopRequest
-from megarl.messaging.rendezvous import GENERATOR, Rendezvous
+from megarl.messaging.rendezvous import EVALUATION, GENERATOR, ROLLOUTS, Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 
@@ -48,11 +47,11 @@ def run_trainer_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous, stop: Sto
 
     config = plan.config
     prompts_per_step = config.rollout.prompts_per_step
-    link = Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address(ROLLOUTS.driver))
+    link = Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address(ROLLOUTS))
     weights = WeightsSender(plan, link, stop)
     outgoing: list[WeightsSender] = [weights]
     if config.eval.engines:
-        evaluator = Peer(link.name, rendezvous.key, rendezvous.hub_address(EVALUATION.driver))
+        evaluator = Peer(link.name, rendezvous.key, rendezvous.hub_address(EVALUATION))
         outgoing.append(EvaluationSender(evaluation_plan(plan), evaluator, stop))
     buffer = None
     if rank == 0:

@@ -46,7 +46,6 @@ from megarl.lora import estimate as adapters
 from megarl.models import ModelSpec
 from megarl.models.spec import LM
 from megarl.plan.topologies import (
-    at_once,
     engine_groups,
     evaluation_group,
     gpus_of_run,
@@ -552,7 +551,7 @@ def estimate_groups(
     schedule = unfinished(config)
     gpu = Cluster.of(config).gpu
     models = [generate_model(config, spec, group.settings) for group in groups]
-    speeds = [float(at_once([group])) for group in groups]
+    speeds = [float(group.places) for group in groups]
     if schedule["carried_over"]:
         speeds = [1 / model.seconds(work, **schedule).total for model in models]
     estimates = []

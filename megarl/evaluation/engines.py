@@ -28,9 +28,8 @@ from megarl.evaluation.scores import BEGUN, FAILED, SKIPPED, is_due, note, write
 from megarl.executors.engine_calls import show_engines
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.fleet import LOOK_UP_S, Fleet, watch_returns
-from megarl.generator.groups import EVALUATION
 from megarl.messaging.messages import WeightsApplied, WeightsGrant
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import EVALUATION, Rendezvous
 from megarl.messaging.waiting import Background
 from megarl.observe.samples import FailuresWriter
 from megarl.observe.status import StatusBoard, TraceWriter
@@ -237,7 +236,7 @@ class EvaluationDriver:
             self._noting(version, wrong_versions),
             self.sets,
             self.tokenizer,
-            self.fleet.counts(engines),
+            self.fleet.places(engines),
         )
         work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
         if not await self.fleet.while_serving(work):

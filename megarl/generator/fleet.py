@@ -156,12 +156,11 @@ class Fleet:
         groups: Sequence[EngineGroup] = (),
     ):
         self.groups = groups or [EngineGroup("", GeneratorConfig(engines=len(clients)))]
-        numbers: list[int] = []  # by engine: the number of its group
-        for number, group in enumerate(self.groups):
-            numbers += [number] * group.settings.engines
+        # [engine] the index of its group
+        indices = [index for index, group in enumerate(self.groups) for _ in group.numbers]
         self.engines = [
-            Engine(number=number, client=client, group=group)
-            for number, (client, group) in enumerate(zip(clients, numbers, strict=True))
+            Engine(number=number, client=client, group=index)
+            for number, (client, index) in enumerate(zip(clients, indices, strict=True))
         ]
         self.updating: Sequence[Engine] = ()  # engines whose memory an update has opened
         self.elastic = elastic
@@ -198,6 +197,11 @@ class Fleet:
         return self.engines_in(*MEMBERS)
 
     @property
+    def counted(self) -> list[Engine]:
+        """The engines that have served and have not left, including lost ones."""
+        return self.engines_in(*COUNTED)
+
+    @property
     def without_weights(self) -> list[Engine]:
         """The engines that run, but do not have the current weights yet."""
         return self.engines_in(*WITHOUT_WEIGHTS)
@@ -231,6 +235,10 @@ class Fleet:
     def _capacity(self, engine: Engine) -> int:
         """The requests that it may run. Load is distributed in proportion to it."""
         return self.groups[engine.group].settings.max_concurrency
+
+    def places(self, engines: Iterable[Engine]) -> int:
+        """The requests that these engines run together."""
+        return sum(map(self._capacity, engines))
 
     def _among(self, group: int | None) -> list[Engine]:
         """The serving engines: of `group` if any of them serves, else all."""
@@ -332,11 +340,6 @@ class Fleet:
         """[group] how many of these engines it has."""
         counts = Counter(engine.group for engine in engines)
         return tuple(counts[number] for number in range(len(self.groups)))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """[group] the number of engines that have served and have not left, including lost ones."""
-        return self.counts(self.engines_in(*COUNTED))
 
     def add(self, client: EngineClient, group: int = 0) -> Engine:
         """Adds an engine whose process is starting.

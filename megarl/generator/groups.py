@@ -6,25 +6,7 @@ from dataclasses import dataclass
 
 from megarl.base.geometry import GeneratorTopology
 from megarl.config.schema import GeneratorConfig
-from megarl.messaging.rendezvous import POLICY
-
-
-@dataclass(frozen=True)
-class Purpose:
-    """What engines are for."""
-
-    prefix: str  # of their processes' names
-    text: str  # their name in messages
-    section: str = "generator"  # config section with their sizes
-    driver: str = ""  # worker role that brings them the run's weights; empty: they are frozen
-    spare: bool = False  # whether training goes on without them
-
-
-ROLLOUTS = Purpose(prefix=POLICY, text="engines", driver="generator")
-EVALUATION = Purpose(
-    prefix="eval_engine", text="evaluation engines", driver="evaluator", spare=True
-)
-PURPOSES = (ROLLOUTS, EVALUATION)  # of engines with the run's weights
+from megarl.messaging.rendezvous import ROLLOUTS, Purpose
 
 
 @dataclass(frozen=True)
@@ -44,8 +26,13 @@ class EngineGroup:
         return range(self.first, self.first + self.settings.engines)
 
     @property
+    def places(self) -> int:
+        """The requests that its engines run together."""
+        return self.settings.engines * self.settings.max_concurrency
+
+    @property
     def topology(self) -> GeneratorTopology:
-        return generator_topology(self.settings)
+        return self.settings.topology
 
     @property
     def key(self) -> str:
@@ -58,8 +45,3 @@ class EngineGroup:
         With fp8 weights SGLang computes only in 16 bits.
         """
         return model_dtype if self.settings.quantization is None else "bfloat16"
-
-
-def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
-    """The topology of a generator without groups, or of one group."""
-    return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)

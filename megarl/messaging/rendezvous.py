@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,9 +20,26 @@ from megarl.messaging.link import RunKey
 
 LOWEST_PORT = 10_000
 END_OF_PORTS = 65_536  # well-known services have lower ports
-POLICY = "engine"  # prefix of the process names of the policy's engines
-GENERATOR = "generator.0"  # their driver
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What engines are for."""
+
+    prefix: str  # of their processes' names
+    text: str  # their name in messages
+    section: str = "generator"  # config section with their sizes
+    driver: str = ""  # worker role that brings them the run's weights; empty: they are frozen
+    spare: bool = False  # whether training goes on without them
+
+
+ROLLOUTS = Purpose(prefix="engine", text="engines", driver="generator")
+EVALUATION = Purpose(
+    prefix="eval_engine", text="evaluation engines", driver="evaluator", spare=True
+)
+PURPOSES = (ROLLOUTS, EVALUATION)  # of engines with the run's weights
+GENERATOR = f"{ROLLOUTS.driver}.0"
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
@@ -57,10 +75,10 @@ class Rendezvous(msgspec.Struct, frozen=True):
     def key(self) -> RunKey:
         return RunKey.load(Path(self.key_file))
 
-    def hub_address(self, driver: str) -> str:
-        return f"tcp://{with_port(self.hub_host, self.hub_ports[driver])}"
+    def hub_address(self, purpose: Purpose) -> str:
+        return f"tcp://{with_port(self.hub_host, self.hub_ports[purpose.driver])}"
 
-    def engine_urls(self, name: str = POLICY) -> list[str]:
+    def engine_urls(self, name: str) -> list[str]:
         return [engine.url for engine in self.engines[name]]
 
     def save(self, launch_dir: Path) -> None:

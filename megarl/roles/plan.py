@@ -15,7 +15,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
 from megarl.config.schema import MAX_REWARD, UNSCORED, GeneratorConfig, RunConfig
 from megarl.data.rows import held_out
-from megarl.generator.groups import PURPOSES, EngineGroup, Purpose
+from megarl.generator.groups import EngineGroup
+from megarl.messaging.rendezvous import PURPOSES, Purpose
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family, missing_folder
 from megarl.rewards.score import RewardPart, parts_in_evaluation, parts_of

@@ -430,7 +430,7 @@ def test_a_newcomer_that_breaks_starts_again_and_is_not_lost():
             fleet.lose(EngineUnreachable(url, "gone"))
         assert newcomer.state is EngineState.STARTING
         assert fleet.engines[0].state is EngineState.LOST
-        assert fleet.sizes == (2,)
+        assert len(fleet.counted) == 2
         fleet.come_back(newcomer)
         fleet.take_back([newcomer], 4)
         fleet.lose(EngineUnreachable("new", "gone"))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig
-from megarl.generator.groups import ROLLOUTS, EngineGroup, Purpose
+from megarl.generator.groups import EngineGroup
 from megarl.launch.nodes import EnginePart, place, slots_per_node
+from megarl.messaging.rendezvous import ROLLOUTS, Purpose
 from megarl.plan.topologies import generator_ranks
 
 

@@ -13,6 +13,7 @@ import colocation
 import pytest
 
 from megarl.config.errors import ConfigError
+from megarl.config.keys import with_settings
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import estimate
@@ -26,7 +27,6 @@ from megarl.estimate.search import (
     problems,
     remedies,
     search,
-    with_settings,
 )
 from megarl.models import load_spec
 
