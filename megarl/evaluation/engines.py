@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import compress, repeat
@@ -49,7 +49,7 @@ LATER_S = 20.0  # the offer of the last version is answered within this time, if
 class EvaluatedExecutor(WeightsExecutor, Protocol):
     """What this channel needs of the trainer's executor."""
 
-    def put_evaluation_sync(self, report: SyncReport) -> None: ...
+    def put_metrics(self, metrics: Mapping[str, float]) -> None: ...
 
 
 class EvaluationSender(WeightsSender):
@@ -71,7 +71,7 @@ class EvaluationSender(WeightsSender):
             report = SyncReport()
             self._link.drain(WeightsApplied)
             self._bring(executor, report)
-            executor.put_evaluation_sync(report)
+            executor.put_metrics({"eval/sync_s": report.wait_s + report.sync_s})
 
     def close(self) -> None:
         """Sends the last version, once no evaluation is running."""

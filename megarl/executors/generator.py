@@ -70,7 +70,9 @@ class GeneratorExecutor:
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = train_prompts(config, self.tokenizer, self.plan.spec)
-        self.held_out = held_out_sets(config, self.tokenizer, self.plan.spec)
+        self.held_out = []
+        if not config.eval.engines:
+            self.held_out = held_out_sets(config, self.tokenizer, self.plan.spec)
         self.sampling = train_sampling(self.plan, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
         elastic = config.generator.on_failure != "fail"
@@ -282,7 +284,7 @@ class GeneratorExecutor:
         """
         config = self.plan.config
         version = self.version
-        if config.eval.engines or not (self.held_out and is_due(config, version)):
+        if not (self.held_out and is_due(config, version)):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
             result = await evaluate_sets(
