@@ -276,12 +276,9 @@ class EvaluationDriver:
 
     async def watch_engines(self) -> None:
         """Waits for lost engines to come back, until none can."""
-        generator = self.plan.config.generator
-        logs = Path(self.plan.config.run_dir) / "logs"
+        config = self.plan.config
         try:
-            await watch_returns(
-                self.fleet, logs, generator.on_failure == "restart", generator.startup_timeout_s
-            )
+            await watch_returns(self.fleet, config.run_dir, config.generator)
         except EngineError as error:
             print(f"evaluation has stopped: {error}", flush=True)
             self.no_engines_reason = "no engine was there, and none will be"
@@ -349,10 +346,7 @@ async def evaluate_versions(
         resources.push_async_callback(background.close)
         background.start(driver.watch_engines(), f"lost engines of {fleet.name}")
         for role in served.values():
-            restarted = config.generator.on_failure == "restart"
-            returns = watch_returns(
-                role, run_dir / "logs", restarted, config.generator.startup_timeout_s
-            )
+            returns = watch_returns(role, config.run_dir, config.generator)
             background.start(returns, f"lost engines of {role.name}")
         background.start(driver.watch_versions(), f"restarts of {fleet.name}")
         background.start(

@@ -81,11 +81,9 @@ class GeneratorExecutor:
             served_fleets = self.run(
                 open_served(self.plan, self.rendezvous, self._resources, elastic)
             )
-        logs = Path(config.run_dir) / "logs"
-        restarted = config.generator.on_failure == "restart"
         for fleet in (self.fleet, *served_fleets.values()):
             self.start(
-                watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s),
+                watch_returns(fleet, config.run_dir, config.generator),
                 f"lost engines of {fleet.name}",
             )
             self.start(

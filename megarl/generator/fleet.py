@@ -555,21 +555,18 @@ class Fleet:
 LOOK_UP_S = 0.5
 
 
-async def watch_returns(
-    fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float
-) -> None:
+async def watch_returns(fleet: Fleet, run_dir: str, settings: GeneratorConfig) -> None:
     """Waits for lost engines to return, and tells the fleet when one runs again. The engine serves
     after the next update, or after an update of its own. Runs until its task is cancelled.
 
     A connection may break though its engine still runs; that engine returns in the same way. So
     does an engine that joins, once it has started.
 
-    Engine i logs to `logs`/<name of the fleet>.i.log; `restarted` says whether engines that die are
-    restarted.
-
     Raises EngineError, with the ends of their logs, when no engine is left and none comes back in
     time.
     """
+    restarted = settings.on_failure == "restart"
+    timeout_s = settings.startup_timeout_s
     now_s = asyncio.get_running_loop().time
     while True:
         await fleet.pulse.until(lambda: bool(fleet.down))
@@ -578,8 +575,8 @@ async def watch_returns(
             awaited = fleet.down if restarted else fleet.engines_in(EngineState.STARTING)
             if fleet.members:
                 last_served_s = now_s()
-            elif not awaited or now_s() - last_served_s > startup_timeout_s:
-                raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
+            elif not awaited or now_s() - last_served_s > timeout_s:
+                raise EngineError(_none_left(fleet, run_dir, timeout_s if awaited else 0.0))
             # a dead host does not even refuse a connection
             returns = await asyncio.gather(*(_is_back(fleet, engine) for engine in awaited))
             for engine in itertools.compress(awaited, returns):
@@ -594,10 +591,10 @@ async def _is_back(fleet: Fleet, engine: Engine) -> bool:
     )
 
 
-def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:
+def _none_left(fleet: Fleet, run_dir: str, waited_s: float) -> str:
     lines = [f"no {fleet.name} is left, and none came back within {waited_s:.0f} s"]
     for engine in fleet.down:
-        log = logs / f"{fleet.name}.{engine.number}.log"
+        log = Path(run_dir) / "logs" / f"{fleet.name}.{engine.number}.log"
         lines.append(f"{fleet.name} {engine.number}: {engine.reason}; the end of {log}:")
         lines.append(log_tail(log))
     return "\n".join(lines)

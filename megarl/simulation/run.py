@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,7 +245,8 @@ class SimulatedGenerator(GeneratorExecutor):
         )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
         self.start(self._follow_fleet(), "places for prompts in flight")
-        self.start(watch_returns(self.fleet, Path(config.run_dir), True, math.inf), "lost engines")
+        forever = replace(config.generator, on_failure="restart", startup_timeout_s=math.inf)
+        self.start(watch_returns(self.fleet, config.run_dir, forever), "lost engines")
 
     def _units(self, tokens: float) -> int:
         return max(1, round(tokens / self.unit))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +42,7 @@ def test_a_joining_engine_serves_once_it_has_the_weights():
         assert len(fleet.counted) == 1
         assert fleet.describe(engine) == "joins: it is starting"
         watching = asyncio.create_task(
-            watch_returns(fleet, Path("logs"), restarted=False, startup_timeout_s=10)
+            watch_returns(fleet, "", GeneratorConfig(on_failure="drop", startup_timeout_s=10))
         )
         await settle()
         assert numbers(fleet.members) == [0]
