@@ -171,7 +171,7 @@ def test_places_for_prompts_follow_the_number_of_engines():
     admission.max_in_flight = 4
     assert admission.begin(0) == [2, 3] and admission.empty_share == 0
     admission.max_in_flight = 1
-    admission.finish()
+    admission.finish(0)
     assert admission.begin(0) == [] and admission.empty_share == 0
 
 
