@@ -319,24 +319,21 @@ def test_a_response_that_is_not_kept_is_not_found(monkeypatch: pytest.MonkeyPatc
     talk(FixedCompletions(*"abcdefghijklmno"), agent)
 
 
-def test_the_answers_of_another_episode_are_not_found():
-    async def run() -> None:
-        async with served(FixedCompletions("1", "2"), 2) as (
-            client,
-            _,
-            [first_endpoint, second_endpoint],
-        ):
-            _, answer = await post(client, first_endpoint, RESPONSES, {"input": "a"})
-            assert (
-                await post(
-                    client,
-                    second_endpoint,
-                    RESPONSES,
-                    {"input": "a", "previous_response_id": answer["id"]},
-                )
-            )[0] == 404
-
-    asyncio.run(run())
+async def test_the_answers_of_another_episode_are_not_found():
+    async with served(FixedCompletions("1", "2"), 2) as (
+        client,
+        _,
+        [first_endpoint, second_endpoint],
+    ):
+        _, answer = await post(client, first_endpoint, RESPONSES, {"input": "a"})
+        assert (
+            await post(
+                client,
+                second_endpoint,
+                RESPONSES,
+                {"input": "a", "previous_response_id": answer["id"]},
+            )
+        )[0] == 404
 
 
 @pytest.mark.parametrize("by_id", [True, False])
