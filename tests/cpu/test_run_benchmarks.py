@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_tools import make_model, run
+from run_tools import make_model, succeed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -59,8 +59,7 @@ def evaluated(model: Path, folder: Path, rows: list[dict], *settings: str) -> di
         f"eval.suites.own.source={folder / 'rows.jsonl'}",
     ]
     overrides = [*folders, *fixed, *settings]
-    process = run(["eval", "configs/quickstart.yaml", *overrides, "--json"])
-    assert process.returncode == 0, process.stderr
+    process = succeed(["eval", "configs/quickstart.yaml", *overrides, "--json"])
     return json.loads(process.stdout)["suites"]["own"]
 
 

@@ -26,7 +26,7 @@ from run_tools import (
     run,
     start,
     title,
-    wait_until,
+    wait_for_steps,
 )
 from sglang_engine import hf_model
 
@@ -176,7 +176,7 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
         ],
         log,
     )
-    wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step", 240)
+    wait_for_steps(process, run_dir, 1)
     serves = [child for child in descendants(process) if str(scores) in title(child)]
     psutil.Process(min(child.pid for child in serves)).kill()
     assert process.wait(400) == 0, log.read_text()[-4000:]
