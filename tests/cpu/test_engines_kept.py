@@ -202,8 +202,8 @@ def stopping(
     return StopOrder(meeting, group, deadline_s)
 
 
-def start_worker(group: ProcessGroup, name: str, how: str) -> None:
-    group.start(ProcessSpec(name, [sys.executable, "-S", "-c", WORKER, how]))
+def start_worker(group: ProcessGroup, name: str, behaviour: str) -> None:
+    group.start(ProcessSpec(name, [sys.executable, "-S", "-c", WORKER, behaviour]))
     until(lambda: "ready" in group.log_path(name).read_text())
 
 
@@ -221,21 +221,24 @@ def test_a_stop_waits_for_the_trainer_ranks_alone(tmp_path):
 
 
 def test_a_stop_reaches_other_nodes_and_has_a_deadline(tmp_path):
-    with ProcessGroup(tmp_path / "here") as here, ProcessGroup(tmp_path / "there") as there:
-        start_worker(there, "trainer.1", "goes on")
-        ours = stopping(tmp_path, here, 0, 2)
-        theirs = stopping(tmp_path, there, 1, 2, deadline_s=0.5)
-        ours.arm(set())
-        theirs.arm({"trainer.1"})
-        theirs.poll()
-        assert not theirs.is_given
-        assert ours.order()
+    with (
+        ProcessGroup(tmp_path / "here") as first_group,
+        ProcessGroup(tmp_path / "there") as second_group,
+    ):
+        start_worker(second_group, "trainer.1", "goes on")
+        first = stopping(tmp_path, first_group, 0, 2)
+        second = stopping(tmp_path, second_group, 1, 2, deadline_s=0.5)
+        first.arm(set())
+        second.arm({"trainer.1"})
+        second.poll()
+        assert not second.is_given
+        assert first.order()
         with pytest.raises(
             Stopped,
             match="trainer.1 did not finish and save within checkpoint.on_termination_s=0.5",
         ):
-            until(lambda: False, theirs.poll, seconds=20)
-        assert theirs.is_given
+            until(lambda: False, second.poll, seconds=20)
+        assert second.is_given
 
 
 LAUNCHER = """

@@ -75,10 +75,10 @@ def test_ifeval(model: Path, tmp_path: Path) -> None:
     rule = "length_constraints:number_words"
     few = record(rule, {"num_words": 300, "relation": "less than"})
     many = record(rule, {"num_words": 300, "relation": "at least"})
-    both = record(rule, {"num_words": 300, "relation": "less than"})
-    both["instruction_id_list"] += [rule, rule]
-    both["kwargs"] += many["kwargs"] * 2
-    scores = evaluated(model, tmp_path, [few, many, both], "eval.suites.own.benchmark=ifeval")
+    combined = record(rule, {"num_words": 300, "relation": "less than"})
+    combined["instruction_id_list"] += [rule, rule]
+    combined["kwargs"] += many["kwargs"] * 2
+    scores = evaluated(model, tmp_path, [few, many, combined], "eval.suites.own.benchmark=ifeval")
     assert scores["prompts"] == 3
     assert scores["samples"] == 6
     assert scores["correct"] == 2
