@@ -11,14 +11,11 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import fault_kinds
 import msgspec
-import pytest
 from fault_kinds import KINDS, PROMPTS, FaultRun
-from faults import Fault, plan, render, run, table
+from faults import Fault, plan, render, table
 
 from megarl.base.processes import BEATS
-from megarl.config.errors import ConfigError
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 
 
@@ -28,16 +25,6 @@ def test_every_kind_of_fault_comes_once_before_any_repeats():
     assert len(kinds) == 50
     assert kinds == plan(50, 3, list(KINDS)) != plan(50, 4, list(KINDS))
     assert Counter(plan(5, 0, ["SIGTERM"])) == {"SIGTERM": 5}
-
-
-def test_an_unknown_kind_is_refused_by_name():
-    with pytest.raises(ConfigError, match="--kinds engine kiled: there is engine killed, "):
-        run(3, 0, ["engine kiled"], 1, as_json=False, keep=None)
-
-
-def test_an_order_is_carried_out_once(tmp_path: Path):
-    fault_kinds.order(tmp_path, "die", "now")
-    assert [fault_kinds.take_order(tmp_path, "die") for _ in range(2)] == ["now", None]
 
 
 def test_lost_repeated_and_unrecorded_prompts_are_found(tmp_path: Path):
