@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from json_files import json_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_S = 300  # a start and a few steps on a busy machine
@@ -242,10 +243,6 @@ def _started(arguments: list[str], imported: bool, **streams: Any) -> subprocess
 def environment() -> dict[str, str]:
     # the run's processes can import the tests' transports
     return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "cpu")}
-
-
-def json_lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def trained_ordinals(run_dir: Path) -> list[list[int]]:

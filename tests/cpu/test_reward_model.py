@@ -4,13 +4,13 @@ float64.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from json_files import write_json_lines
 from reward_models import served_scores
 from run_tools import ROOT, make_model, rows, succeed
 from tokenizers import Tokenizer
@@ -113,7 +113,7 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
     """Compares losses, accuracies and weights. Transformers loads the export as a reward model."""
     from transformers import AutoModelForSequenceClassification
 
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+    write_json_lines(tmp_path / "pairs.jsonl", pairs())
     path = scores_checkpoint(tmp_path / "scores", causal) if head == "own" else causal
     completed = succeed([
         "reward-model", "configs/examples/reward_model.yaml", f"model.path={path}",

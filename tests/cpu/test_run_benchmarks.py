@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_files import write_json_lines
 from run_tools import make_model, succeed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -45,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(model: Path, folder: Path, rows: list[dict], *settings: str) -> dict[str, Any]:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(folder / "rows.jsonl", rows)
     fixed = [
         "data.eval=null",
         "eval.samples=2",

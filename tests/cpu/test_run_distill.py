@@ -6,12 +6,12 @@ trainer's ranks, and a reward, and is resumed.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import psutil
 import pytest
+from json_files import write_json_lines
 from run_tools import (
     OVERRIDES,
     descendants,
@@ -37,9 +37,7 @@ def test_run_without_reward_survives_its_teacher_engine(tmp_path: Path) -> None:
     log = tmp_path / "log"
     data = tmp_path / "train.jsonl"
     teacher = make_model(tmp_path / "teacher", hidden_size=64, initializer_range=0.3)
-    data.write_text(
-        "".join(json.dumps({"question": f"{i % 10}+1="}) + "\n" for i in range(8 * STEPS))
-    )
+    write_json_lines(data, ({"question": f"{i % 10}+1="} for i in range(8 * STEPS)))
     settings = [
         "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES,
         f"max_steps={STEPS}", "trainer.tp=1",

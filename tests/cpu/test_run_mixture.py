@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from json_files import write_json_lines
 from run_tools import SAMPLES, quickstart, rows, started, succeed, trained_ordinals, wait_for_steps
 
 from megarl.config.load import load_config
@@ -34,7 +35,7 @@ STARTS = (
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(path, rows)
     return path
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from json_files import json_lines
 
 from megarl import cli
 from megarl.config.load import load_config
@@ -240,7 +241,7 @@ def test_reshard_lists_dumps_and_draws(
     outputs = ["--json", "--dump", str(dump), "--picture", str(picture)]
     assert cli.main(["reshard", str(run_yaml), *sizes, *outputs]) == 0
     facts = json.loads(capsys.readouterr().out)
-    head, *copies = [json.loads(line) for line in dump.read_text().splitlines()]
+    head, *copies = json_lines(dump)
     assert head["plan_hash"] == facts["plan_hash"] and len(copies) == facts["copies"]
     assert sum(copy["bytes"] for copy in copies) == facts["bytes"]
     assert picture.read_text().startswith("<?xml") and facts["predicted_s"] > 0

@@ -4,13 +4,13 @@ unchanged.
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from json_files import json_lines
 
 from megarl.cli import main
 
@@ -50,10 +50,7 @@ def test_init_writes_all_files_of_a_run(folder: Path, capsys) -> None:
 
 
 def test_rows_of_init_are_right_and_held_out(folder: Path) -> None:
-    train, held_out = (
-        [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for name in ("train.jsonl", "eval.jsonl")
-    )
+    train, held_out = (json_lines(folder / name) for name in ("train.jsonl", "eval.jsonl"))
     for row in train + held_out:
         expression = row["prompt"].removesuffix("=")
         totals = [eval(expression[:end]) % 10 for end in range(1, len(expression) + 1, 2)]

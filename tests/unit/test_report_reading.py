@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from json_files import write_json_lines
 from report_runs import group, piece, summary, texts, write_run
 
 from megarl.cli import main
@@ -316,9 +317,7 @@ def test_engines_are_compared_only_while_all_serve(tmp_path: Path) -> None:
             {"name": name, "track": track, "ts": 1e6 * time_s, "dur": dur, "args": args}
             for time_s, (name, track, dur, args) in enumerate(events)
         ]
-        (tmp_path / "trace" / "generator.0.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
+        write_json_lines(tmp_path / "trace" / "generator.0.jsonl", lines)
         return [
             text
             for text in RunReader(tmp_path, TEXT_BYTES).read()["advisories"]

@@ -13,6 +13,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from json_files import json_lines, write_json_lines
 from planner_published import FIT, TABLES
 from published import simulated_s
 from simulated import failures_of, of_run
@@ -390,9 +391,7 @@ def test_lengths_have_the_mean_that_is_asked_for():
 
 def test_lengths_of_one_prompt_have_something_in_common(tmp_path):
     samples = tmp_path / "samples.jsonl"
-    samples.write_text(
-        "".join(json.dumps({"samples": [{"tokens": tokens}]}) + "\n" for tokens in (5, 50, 500))
-    )
+    write_json_lines(samples, ({"samples": [{"tokens": tokens}]} for tokens in (5, 50, 500)))
     for correlation in (0.0, 0.9):
         settings = SimulationConfig(lengths=str(samples), correlation=correlation)
         lengths = drawn.Lengths.of(
@@ -596,7 +595,7 @@ def test_too_few_places_in_flight_are_reported(capsys):
 def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
     folder = tmp_path / "simulated"
     assert main([*CONFIG, "--output", str(folder)]) == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert main(["report", str(folder)]) == 0
     capsys.readouterr()
@@ -613,7 +612,7 @@ def test_simulation_from_a_run_takes_its_times(tmp_path, capsys):
     capsys.readouterr()
     assert main([*command, "--from", str(folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "metrics.jsonl")
     assert facts["step_p50_s"] == pytest.approx(
         np.median([row["time/step_s"] for row in rows]), rel=0.1
     )
@@ -628,7 +627,7 @@ def test_a_run_is_compared_with_its_simulation(tmp_path):
     group = {
         "samples": [{"tokens": tokens, "versions": [[0, tokens]]} for tokens in (64, 256, 1024)]
     }
-    samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(16)))
+    write_json_lines(samples, ({"step": step, **group} for step in range(16)))
     assert (
         main(
             [
@@ -655,7 +654,7 @@ def test_failures_of_a_run_are_simulated_again(tmp_path):
     folder = tmp_path / "run"
     samples = tmp_path / "samples.jsonl"
     group = {"samples": [{"tokens": 256, "versions": [[0, 256]]}]}
-    samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(40)))
+    write_json_lines(samples, ({"step": step, **group} for step in range(40)))
     times = {"gpu_mtbf_h": 0.3, "checkpoint_s": 5, "restart_s": 60, "engine_restart_s": 30}
     failures = [
         "checkpoint.every=4",
@@ -704,7 +703,7 @@ def test_impossible_times_of_a_run_are_refused(tmp_path, capsys, spoilt, message
     rows = [
         json.loads(line) | spoilt for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(folder / "metrics.jsonl", rows)
     assert main([*command, "--from", str(folder)]) == 2
     assert message in capsys.readouterr().err
 

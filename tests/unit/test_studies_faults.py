@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import msgspec
 from fault_kinds import KINDS, PROMPTS, FaultRun
 from faults import Fault, plan, render, table
+from json_files import write_json_lines
 
 from megarl.base.processes import BEATS
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
@@ -41,11 +41,8 @@ def record(run: FaultRun, steps: list[list[int]]) -> None:
     assert all(len(ordinals) == PROMPTS for ordinals in steps)
     path = run.run_dir / "rollouts/ordinals.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(
-            json.dumps({"step": step, "ordinals": ordinals}) + "\n"
-            for step, ordinals in enumerate(steps)
-        )
+    write_json_lines(
+        path, ({"step": step, "ordinals": ordinals} for step, ordinals in enumerate(steps))
     )
 
 

@@ -5,10 +5,10 @@ and script.
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
+from json_files import write_json_lines
 
 from megarl import cli
 from megarl.agents.program import script_of
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trial_folder = tmp_path_factory.mktemp("trial")
     (trial_folder / "trial_graders.py").write_text(GRADERS)
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": 3} for n in range(5)]
-    (trial_folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_json_lines(trial_folder / "rows.jsonl", rows)
     train = "train: {source: ./rows.jsonl}"
     (trial_folder / "run.yaml").write_text(
         f"model: {{path: {TINY}, dtype: float32, random_init: true}}\ndata: {{{train}}}\nrun_dir: "
