@@ -57,6 +57,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("weights") / "model")
 
 
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the key that a run's processes share."""
+    from megarl.messaging.link import RunKey
+
+    path = tmp_path_factory.mktemp("key") / "key"
+    RunKey.generate().save(path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     from weights_rig import open_trainers  # here, because it imports torch and more
