@@ -126,29 +126,30 @@ def test_a_run_goes_on_without_a_spare_engine(tmp_path, capsys):
             until(lambda: False, keeper.poll, seconds=20)
 
 
-def test_an_engine_that_served_and_exits_is_restarted(tmp_path, capsys):
-    """So ends an engine whose scheduler crashed, or that was told to end because it lacks a part of
-    the weights.
-    """
-    leaving = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n"
-    with ProcessGroup(tmp_path) as group:
-        keeper = keep_engine(group, "restart", code=leaving + SERVER)
-        until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
-        child(group).terminate()
-        until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
-        assert (
-            "engine.0 exited with status 1; started again (1 of generator.max_restarts=2)"
-            in capsys.readouterr().out
-        )
+# So ends an engine whose scheduler crashed, or that was told to end because it lacks a part of the
+# weights.
+LEAVING = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n"
 
 
-def test_a_silent_engine_is_killed_and_restarted(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("code", "number", "message"),
+    [
+        pytest.param(
+            LEAVING + SERVER,
+            signal.SIGTERM,
+            "engine.0 exited with status 1; started again (1 of generator.max_restarts=2)",
+            id="exits",
+        ),
+        pytest.param(SERVER, signal.SIGSTOP, "engine.0 has answered nothing for", id="is silent"),
+    ],
+)
+def test_an_engine_that_served_is_restarted(code, number, message, tmp_path, capsys):
     with ProcessGroup(tmp_path) as group:
-        keeper = keep_engine(group, "restart")
+        keeper = keep_engine(group, "restart", code=code)
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
-        child(group).send_signal(signal.SIGSTOP)
+        child(group).send_signal(number)
         until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
-        assert "engine.0 has answered nothing for" in capsys.readouterr().out
+        assert message in capsys.readouterr().out
 
 
 @pytest.mark.long
