@@ -352,33 +352,30 @@ WELL_FORMED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), WELL_FORMED, ids=[path for path, _ in WELL_FORMED])
-def test_mutated_requests_are_answered_or_refused(path: str, body: dict[str, Any]) -> None:
+async def test_mutated_requests_are_answered_or_refused(path: str, body: dict[str, Any]) -> None:
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         return [Completion([5, EOS], [-1.0] * 2, [0] * 2, "stop") for _ in range(n)]
 
-    async def agent() -> None:
-        async with served(generate, max_calls=10_000) as (client, _, [to]):
-            assert (await post(client, to, path, body))[0] == 200
-            statuses: Counter[int] = Counter()
-            for seed in range(1500):
-                changed = mutated(body, random.Random(seed))
-                status, response = await post(
-                    client,
-                    to,
-                    path,
-                    {**changed, "stream": False} if isinstance(changed, dict) else changed,
-                )
-                assert not to.failed.done(), (seed, changed, to.failed.exception())
-                assert status == 200 or (status in (400, 404) and response["error"]["message"]), (
-                    seed,
-                    changed,
-                    status,
-                    response,
-                )
-                statuses[status] += 1
-            assert statuses[200] > 100 and statuses[400] > 100, statuses
-
-    asyncio.run(agent())
+    async with served(generate, max_calls=10_000) as (client, _, [to]):
+        assert (await post(client, to, path, body))[0] == 200
+        statuses: Counter[int] = Counter()
+        for seed in range(1500):
+            changed = mutated(body, random.Random(seed))
+            status, response = await post(
+                client,
+                to,
+                path,
+                {**changed, "stream": False} if isinstance(changed, dict) else changed,
+            )
+            assert not to.failed.done(), (seed, changed, to.failed.exception())
+            assert status == 200 or (status in (400, 404) and response["error"]["message"]), (
+                seed,
+                changed,
+                status,
+                response,
+            )
+            statuses[status] += 1
+        assert statuses[200] > 100 and statuses[400] > 100, statuses
 
 
 async def test_compressed_bodies_are_bounded_as_they_unfold() -> None:
