@@ -4,8 +4,10 @@ hang, and no process left behind.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import faulthandler
+import inspect
 import os
 import signal
 import sys
@@ -20,6 +22,7 @@ import pytest
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ROOT = Path(__file__).parents[1]
 LEFTOVERS = {"runs", "build", "dist", ".hypothesis", ".pytest_cache"}  # a used checkout has these
+COROUTINE_S = 500.0  # less than the timeout, which ends the whole session
 LINGER_S = 2.0  # for children to end after their signal
 # Children that live as long as this process, and end with it.
 HELPERS = (
@@ -49,6 +52,17 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Orphans of our children become our children, so that the check at the end finds them.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine, in an event loop of its own and with a deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    asyncio.run(asyncio.wait_for(test, COROUTINE_S))
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,12 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from json_files import json_lines
 
 ROOT = Path(__file__).resolve().parents[1]
+STEPS_S = 300  # a start and a few steps on a busy machine
 PROMPTS = 4
 SAMPLES = 4
 
@@ -167,6 +171,18 @@ def in_fp8_blocks(folder: Path) -> Path:
     return folder
 
 
+def quickstart(model: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """The arguments of a short training run of the quickstart with these weights."""
+    return [
+        "train",
+        "configs/quickstart.yaml",
+        f"model.path={model}",
+        f"run_dir={run_dir}",
+        *OVERRIDES,
+        *overrides,
+    ]
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "megarl", *arguments]
 
@@ -198,6 +214,23 @@ def start(arguments: list[str], log: Path, imported: bool = True) -> subprocess.
         return _started(arguments, imported, stdout=file, stderr=subprocess.STDOUT)
 
 
+def succeed(arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Like `run`, of a command that must succeed."""
+    completed = run(arguments, **options)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed
+
+
+@contextmanager
+def started(arguments: list[str], log: Path, imported: bool = True) -> Iterator[subprocess.Popen]:
+    """Like `start`; the command is killed at the end of the block, unless it has ended."""
+    process = start(arguments, log, imported)
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
 def _started(arguments: list[str], imported: bool, **streams: Any) -> subprocess.Popen:
     # here, so that tests that start nothing do not need psutil and the rest
     from nursery import ForkedRun
@@ -212,7 +245,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "cpu")}
 
 
+def trained_ordinals(run_dir: Path) -> list[list[int]]:
+    """The ordinals of the prompts that each step trained on."""
+    lines = json_lines(run_dir / "rollouts/ordinals.jsonl")
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    return [line["ordinals"] for line in lines]
+
+
 def rows(run_dir: Path) -> list[dict]:
+    """The metrics of each step."""
     path = run_dir / "metrics.jsonl"
     return (
         [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
@@ -221,12 +262,29 @@ def rows(run_dir: Path) -> list[dict]:
     )
 
 
-def wait_until(condition, process: subprocess.Popen, awaited: str, timeout_s: float = 240) -> None:
+def wait_until(
+    condition, process: subprocess.Popen, awaited: str, timeout_s: float = STEPS_S
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, f"the run ended before {awaited}"
         assert time.monotonic() < deadline, f"no {awaited} within {timeout_s} s"
         time.sleep(0.05)
+
+
+def wait_for_steps(process: subprocess.Popen, run_dir: Path, count: int) -> None:
+    wait_until(lambda: len(rows(run_dir)) >= count, process, f"step {count}")
+
+
+def wait_for_more_steps(process: subprocess.Popen, run_dir: Path, count: int) -> list[dict]:
+    """The metrics of these steps."""
+    before = len(rows(run_dir))
+    wait_for_steps(process, run_dir, before + count)
+    return rows(run_dir)[before:]
+
+
+def wait_for_text(process: subprocess.Popen, log: Path, text: str) -> None:
+    wait_until(lambda: text in log.read_text(), process, f"{text!r} in {log.name}")
 
 
 def descendants(process: subprocess.Popen) -> list[psutil.Process]:

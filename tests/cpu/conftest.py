@@ -1,4 +1,5 @@
-"""What test_weights_matrix.py and test_weights_fp8.py share: the trainer ranks, and the results.
+"""The quickstart's model for runs; and what test_weights_matrix.py and test_weights_fp8.py share:
+the trainer ranks, and the results.
 
 These are printed as a table at the end of the tests; --matrix-report writes them as a document.
 """
@@ -46,6 +47,24 @@ class TableCell:
         return (
             (str(len(self.transports)) if self.transports else "equal") if self.passed else "FAILED"
         )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model with random weights: each character is about equally frequent."""
+    from run_tools import make_model
+
+    return make_model(tmp_path_factory.mktemp("weights") / "model")
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the key that a run's processes share."""
+    from megarl.messaging.link import RunKey
+
+    path = tmp_path_factory.mktemp("key") / "key"
+    RunKey.generate().save(path)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -495,7 +495,7 @@ def test_each_known_field_is_honoured_ignored_or_refused(
 
 
 @pytest.mark.parametrize("path", [OPENAI, RESPONSES, ANTHROPIC])
-def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
+async def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
     """With a template without a place for tools, the policy would answer as if without tools."""
     tools = {
         OPENAI: TOOL,
@@ -503,17 +503,14 @@ def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
         ANTHROPIC: {"name": "calculate", "input_schema": {}},
     }
 
-    async def run() -> None:
-        policy = FixedCompletions("42")
-        async with served(policy) as (client, [episode], [to]):
-            episode.template = WITHOUT_TOOLS
-            body = {"messages": [USER], "input": "6*7=", "max_tokens": 5}
-            status, response = await post(client, to, path, {**body, "tools": [tools[path]]})
-            assert (status, "leaves out the tool 'calculate'" in response["error"]["message"]) == (
-                400,
-                True,
-            ), response
-            assert not policy.prompts
-            assert (await post(client, to, path, body))[0] == 200
-
-    asyncio.run(run())
+    policy = FixedCompletions("42")
+    async with served(policy) as (client, [episode], [to]):
+        episode.template = WITHOUT_TOOLS
+        body = {"messages": [USER], "input": "6*7=", "max_tokens": 5}
+        status, response = await post(client, to, path, {**body, "tools": [tools[path]]})
+        assert (status, "leaves out the tool 'calculate'" in response["error"]["message"]) == (
+            400,
+            True,
+        ), response
+        assert not policy.prompts
+        assert (await post(client, to, path, body))[0] == 200

@@ -257,26 +257,23 @@ BAD: list[tuple[str, Any, int, str]] = [
 ]
 
 
-def test_what_is_wrong_with_a_request_is_its_answer() -> None:
+async def test_what_is_wrong_with_a_request_is_its_answer() -> None:
     policy = Calculating()
 
-    async def agent() -> None:
-        async with served(policy) as (client, [episode], [to]):
-            for path, body, status, message in BAD:
-                response = await post(client, to, path, body)
-                assert response[0] == status and message in response[1]["error"]["message"], (
-                    path,
-                    body if len(str(body)) < 200 else "",
-                    response,
-                )
-            assert not policy.prompts and not episode.tree.turns and not to.failed.done(), (
-                "nothing of it has reached the policy"
+    async with served(policy) as (client, [episode], [to]):
+        for path, body, status, message in BAD:
+            response = await post(client, to, path, body)
+            assert response[0] == status and message in response[1]["error"]["message"], (
+                path,
+                body if len(str(body)) < 200 else "",
+                response,
             )
-            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200, (
-                "and the next call is answered"
-            )
-
-    asyncio.run(agent())
+        assert not policy.prompts and not episode.tree.turns and not to.failed.done(), (
+            "nothing of it has reached the policy"
+        )
+        assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200, (
+            "and the next call is answered"
+        )
 
 
 NAMES = """messages input role content type text tools function name parameters tool_calls id arguments call_id output summary system
@@ -355,79 +352,70 @@ WELL_FORMED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), WELL_FORMED, ids=[path for path, _ in WELL_FORMED])
-def test_mutated_requests_are_answered_or_refused(path: str, body: dict[str, Any]) -> None:
+async def test_mutated_requests_are_answered_or_refused(path: str, body: dict[str, Any]) -> None:
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         return [Completion([5, EOS], [-1.0] * 2, [0] * 2, "stop") for _ in range(n)]
 
-    async def agent() -> None:
-        async with served(generate, max_calls=10_000) as (client, _, [to]):
-            assert (await post(client, to, path, body))[0] == 200
-            statuses: Counter[int] = Counter()
-            for seed in range(1500):
-                changed = mutated(body, random.Random(seed))
-                status, response = await post(
-                    client,
-                    to,
-                    path,
-                    {**changed, "stream": False} if isinstance(changed, dict) else changed,
-                )
-                assert not to.failed.done(), (seed, changed, to.failed.exception())
-                assert status == 200 or (status in (400, 404) and response["error"]["message"]), (
-                    seed,
-                    changed,
-                    status,
-                    response,
-                )
-                statuses[status] += 1
-            assert statuses[200] > 100 and statuses[400] > 100, statuses
-
-    asyncio.run(agent())
-
-
-def test_compressed_bodies_are_bounded_as_they_unfold() -> None:
-    async def agent() -> None:
-        async with served(Calculating()) as (client, _, [to]):
-            bomb = gzip.compress(bytes(64 << 20))
-            assert (await post(client, to, OPENAI, bomb, **{"Content-Encoding": "gzip"}))[0] == 413
+    async with served(generate, max_calls=10_000) as (client, _, [to]):
+        assert (await post(client, to, path, body))[0] == 200
+        statuses: Counter[int] = Counter()
+        for seed in range(1500):
+            changed = mutated(body, random.Random(seed))
             status, response = await post(
-                client, to, OPENAI, b"no gzip", **{"Content-Encoding": "gzip"}
+                client,
+                to,
+                path,
+                {**changed, "stream": False} if isinstance(changed, dict) else changed,
             )
-            assert status == 400 and response["error"]["message"]
+            assert not to.failed.done(), (seed, changed, to.failed.exception())
+            assert status == 200 or (status in (400, 404) and response["error"]["message"]), (
+                seed,
+                changed,
+                status,
+                response,
+            )
+            statuses[status] += 1
+        assert statuses[200] > 100 and statuses[400] > 100, statuses
 
-    asyncio.run(agent())
+
+async def test_compressed_bodies_are_bounded_as_they_unfold() -> None:
+    async with served(Calculating()) as (client, _, [to]):
+        bomb = gzip.compress(bytes(64 << 20))
+        assert (await post(client, to, OPENAI, bomb, **{"Content-Encoding": "gzip"}))[0] == 413
+        status, response = await post(
+            client, to, OPENAI, b"no gzip", **{"Content-Encoding": "gzip"}
+        )
+        assert status == 400 and response["error"]["message"]
 
 
-def test_key_opens_its_own_episode_and_ends_with_it() -> None:
-    async def agent() -> None:
-        policy = Calculating()
-        async with served(policy, 2) as (
-            client,
-            [first, second],
-            [first_endpoint, second_endpoint],
-        ):
-            assert (await post(client, first_endpoint._replace(key="sk-wrong"), OPENAI, TOO_LONG))[
-                0
-            ] == 401
-            assert (
-                await post(
-                    client,
-                    first_endpoint._replace(key=second_endpoint.key),
-                    OPENAI,
-                    {"messages": [USER]},
-                )
-            )[0] == 200
-            assert not first.tree.turns and len(second.tree.turns) == 1
-        again = ModelEndpoint()
-        await again.open()
-        async with again.serving(first, None) as ended:
-            pass
-        async with aiohttp.ClientSession() as client, again.serving(second, None) as to:
-            assert (await post(client, to._replace(key=ended.key), OPENAI, {"messages": [USER]}))[
-                0
-            ] == 401
-        await again.close()
-
-    asyncio.run(agent())
+async def test_key_opens_its_own_episode_and_ends_with_it() -> None:
+    policy = Calculating()
+    async with served(policy, 2) as (
+        client,
+        [first, second],
+        [first_endpoint, second_endpoint],
+    ):
+        assert (await post(client, first_endpoint._replace(key="sk-wrong"), OPENAI, TOO_LONG))[
+            0
+        ] == 401
+        assert (
+            await post(
+                client,
+                first_endpoint._replace(key=second_endpoint.key),
+                OPENAI,
+                {"messages": [USER]},
+            )
+        )[0] == 200
+        assert not first.tree.turns and len(second.tree.turns) == 1
+    again = ModelEndpoint()
+    await again.open()
+    async with again.serving(first, None) as ended:
+        pass
+    async with aiohttp.ClientSession() as client, again.serving(second, None) as to:
+        assert (await post(client, to._replace(key=ended.key), OPENAI, {"messages": [USER]}))[
+            0
+        ] == 401
+    await again.close()
 
 
 async def open_call(to: EpisodeAccess) -> asyncio.StreamWriter:
@@ -440,62 +428,53 @@ async def open_call(to: EpisodeAccess) -> asyncio.StreamWriter:
     return writer
 
 
-def test_waiting_connections_of_an_episode_block_no_other() -> None:
-    async def agent() -> None:
-        async with served(Calculating(), 2) as (client, _, [first_endpoint, second_endpoint]):
-            opened = [await open_call(first_endpoint) for _ in range(200)]
-            await asyncio.sleep(0.2)
-            waiting = asyncio.create_task(
-                post(client, first_endpoint, OPENAI, {"messages": [USER]})
-            )
-            assert (await post(client, second_endpoint, OPENAI, {"messages": [USER]}))[0] == 200
-            assert not waiting.done()
-            for writer in opened:
-                writer.close()
-            assert (await waiting)[0] == 200
-
-    asyncio.run(agent())
+async def test_waiting_connections_of_an_episode_block_no_other() -> None:
+    async with served(Calculating(), 2) as (client, _, [first_endpoint, second_endpoint]):
+        opened = [await open_call(first_endpoint) for _ in range(200)]
+        await asyncio.sleep(0.2)
+        waiting = asyncio.create_task(post(client, first_endpoint, OPENAI, {"messages": [USER]}))
+        assert (await post(client, second_endpoint, OPENAI, {"messages": [USER]}))[0] == 200
+        assert not waiting.done()
+        for writer in opened:
+            writer.close()
+        assert (await waiting)[0] == 200
 
 
-def test_connections_without_the_key_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_without_the_key_are_in_nobodys_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Some connections say nothing, some ask without the key.
 
     The oldest of them are closed for new ones.
     """
 
-    async def agent() -> None:
-        async with served(Calculating()) as (client, _, [to]):
-            opened = [await asyncio.open_connection("127.0.0.1", to.port) for _ in range(200)]
-            for _, writer in opened[::2]:
-                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200
-            monkeypatch.setattr(endpoint, "_KEY_S", 0.05)
-            reader, _ = await asyncio.open_connection("127.0.0.1", to.port)
-            assert await reader.read() == b"", "it has said nothing, and is gone"
-            for _, writer in opened:
-                writer.close()
-
-    asyncio.run(agent())
+    async with served(Calculating()) as (client, _, [to]):
+        opened = [await asyncio.open_connection("127.0.0.1", to.port) for _ in range(200)]
+        for _, writer in opened[::2]:
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200
+        monkeypatch.setattr(endpoint, "_KEY_S", 0.05)
+        reader, _ = await asyncio.open_connection("127.0.0.1", to.port)
+        assert await reader.read() == b"", "it has said nothing, and is gone"
+        for _, writer in opened:
+            writer.close()
 
 
 @pytest.mark.parametrize(
     "body",
     [b"{", {"messages": [{"role": "user", "content": "a" * 300}]}, {"messages": [USER], "n": 500}],
 )
-def test_an_episode_whose_calls_are_refused_without_end_is_ended(body: Any) -> None:
-    async def agent() -> None:
-        policy = Calculating()
-        async with served(policy, max_calls=5) as (client, [episode], [to]):
-            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200
-            for _ in range(6):
-                assert not to.ended.done()
-                assert (await post(client, to, OPENAI, body))[0] == 400
-            assert "more than rollout.args.max_calls=5 of its calls were refused" in await to.ended
-            with pytest.raises(aiohttp.ClientConnectionError):
-                await post(client, to, OPENAI, body)
-            assert episode.refused == 6 and len(policy.prompts) == 1 and not to.failed.done()
-
-    asyncio.run(agent())
+async def test_an_episode_whose_calls_are_refused_without_end_is_ended(body: Any) -> None:
+    policy = Calculating()
+    async with served(policy, max_calls=5) as (client, [episode], [to]):
+        assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200
+        for _ in range(6):
+            assert not to.ended.done()
+            assert (await post(client, to, OPENAI, body))[0] == 400
+        assert "more than rollout.args.max_calls=5 of its calls were refused" in await to.ended
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await post(client, to, OPENAI, body)
+        assert episode.refused == 6 and len(policy.prompts) == 1 and not to.failed.done()
 
 
 def test_a_program_whose_calls_are_refused_without_end_is_ended() -> None:
@@ -506,22 +485,19 @@ def test_a_program_whose_calls_are_refused_without_end_is_ended() -> None:
     assert sample.reward == -1.0 and sample.metrics["failed_limits"] == 1.0
 
 
-def test_calls_that_are_given_up_count_as_refused() -> None:
+async def test_calls_that_are_given_up_count_as_refused() -> None:
     async def never(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def agent() -> None:
-        async with served(never, max_calls=2) as (_, [episode], [to]):
-            for count in range(3):
-                writer = await open_call(to)
-                writer.write(b"{}")
-                writer.transport.abort()
-                while episode.refused == count:
-                    await asyncio.sleep(0.01)
-            assert "its calls were refused or given up" in await to.ended
-
-    asyncio.run(agent())
+    async with served(never, max_calls=2) as (_, [episode], [to]):
+        for count in range(3):
+            writer = await open_call(to)
+            writer.write(b"{}")
+            writer.transport.abort()
+            while episode.refused == count:
+                await asyncio.sleep(0.01)
+        assert "its calls were refused or given up" in await to.ended
 
 
 class WatchedTokenizer:
@@ -543,55 +519,49 @@ class WatchedTokenizer:
         return called
 
 
-def test_too_long_requests_are_not_tokenised() -> None:
+async def test_too_long_requests_are_not_tokenised() -> None:
     """All others are tokenised in a thread."""
 
-    async def agent() -> None:
-        template = WatchedTokenizer(TEMPLATE)
-        tokenizer = WatchedTokenizer(TOKENIZER)
-        episode = Episode(Calculating(), tokenizer, template, JsonParser(), SAMPLING)  # type: ignore[arg-type]
-        await episode.complete([USER])
-        encoded = len(tokenizer.seen)
-        for messages, message in (
-            ([{**USER, "content": "a" * 250_000}], r"2500\d\d characters"),
-            ([USER] * 5000, "5000 messages"),
+    template = WatchedTokenizer(TEMPLATE)
+    tokenizer = WatchedTokenizer(TOKENIZER)
+    episode = Episode(Calculating(), tokenizer, template, JsonParser(), SAMPLING)  # type: ignore[arg-type]
+    await episode.complete([USER])
+    encoded = len(tokenizer.seen)
+    for messages, message in (
+        ([{**USER, "content": "a" * 250_000}], r"2500\d\d characters"),
+        ([USER] * 5000, "5000 messages"),
+    ):
+        with pytest.raises(
+            RequestRefused, match=f"the maximum context length is exceeded: {message}"
         ):
-            with pytest.raises(
-                RequestRefused, match=f"the maximum context length is exceeded: {message}"
-            ):
-                await episode.complete(messages)
-        assert len(tokenizer.seen) == encoded
-        used = {thread for thread, _ in template.seen} | {
-            thread for thread, content in tokenizer.seen if isinstance(content, str)
-        }
-        assert used and threading.get_ident() not in used
-
-    asyncio.run(agent())
+            await episode.complete(messages)
+    assert len(tokenizer.seen) == encoded
+    used = {thread for thread, _ in template.seen} | {
+        thread for thread, content in tokenizer.seen if isinstance(content, str)
+    }
+    assert used and threading.get_ident() not in used
 
 
-def test_calls_of_an_episode_are_read_one_by_one() -> None:
+async def test_calls_of_an_episode_are_read_one_by_one() -> None:
     """This is so for calls that are given up, too."""
 
-    async def agent() -> None:
-        episode = Episode(Calculating(), TOKENIZER, TEMPLATE, JsonParser(), SAMPLING)
-        go = threading.Event()
-        running = list[int]()
+    episode = Episode(Calculating(), TOKENIZER, TEMPLATE, JsonParser(), SAMPLING)
+    go = threading.Event()
+    running = list[int]()
 
-        def read() -> None:
-            running.append(1)
-            go.wait(60)
+    def read() -> None:
+        running.append(1)
+        go.wait(60)
 
-        calls = [asyncio.create_task(episode.aside(read)) for _ in range(3)]
-        while not running:
-            await asyncio.sleep(0.01)
-        calls[0].cancel()
-        await asyncio.sleep(0.05)
-        assert len(running) == 1, "the next one waits for the thread, not for who has asked"
-        go.set()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert len(running) == 3
-
-    asyncio.run(agent())
+    calls = [asyncio.create_task(episode.aside(read)) for _ in range(3)]
+    while not running:
+        await asyncio.sleep(0.01)
+    calls[0].cancel()
+    await asyncio.sleep(0.05)
+    assert len(running) == 1, "the next one waits for the thread, not for who has asked"
+    go.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert len(running) == 3
 
 
 TOOLS = [{"type": "function", "function": {"name": "x", "parameters": {}}}]
@@ -633,61 +603,52 @@ def test_a_text_that_a_parser_reads_for_too_long_stays_text(
 
 
 @pytest.mark.long
-def test_sglang_parsers_run_beside_the_event_loop() -> None:
+async def test_sglang_parsers_run_beside_the_event_loop() -> None:
     """They find calls, and give up on what they cannot read."""
 
-    async def run() -> None:
-        parser = find_parser("qwen25", "key")
-        call_text = '<tool_call>\n{"name": "x", "arguments": {"a": 1}}\n</tool_call>'
-        try:
-            assert await parser(call_text, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
-            with pytest.raises(ValueError, match="name"):
-                await parser(call_text, [{"type": "function", "function": {"name": ["x"]}}])
-            text = "<tool_call>\n" * 40_000
-            assert await parser(text, TOOLS) == (text, [])
-            assert await parser(call_text, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
-        finally:
-            await parser.close()
-
-    asyncio.run(run())
+    parser = find_parser("qwen25", "key")
+    call_text = '<tool_call>\n{"name": "x", "arguments": {"a": 1}}\n</tool_call>'
+    try:
+        assert await parser(call_text, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
+        with pytest.raises(ValueError, match="name"):
+            await parser(call_text, [{"type": "function", "function": {"name": ["x"]}}])
+        text = "<tool_call>\n" * 40_000
+        assert await parser(text, TOOLS) == (text, [])
+        assert await parser(call_text, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
+    finally:
+        await parser.close()
 
 
-def test_calls_of_an_episode_are_bounded() -> None:
+async def test_calls_of_an_episode_are_bounded() -> None:
     """Calls in flight count."""
 
-    async def agent() -> None:
-        async with served(Calculating(), max_calls=5) as (client, [episode], [to]):
-            responses = await asyncio.gather(
-                *(post(client, to, OPENAI, {"messages": [USER], "n": 2}) for _ in range(4))
+    async with served(Calculating(), max_calls=5) as (client, [episode], [to]):
+        responses = await asyncio.gather(
+            *(post(client, to, OPENAI, {"messages": [USER], "n": 2}) for _ in range(4))
+        )
+        assert (
+            sorted(status for status, _ in responses) == [200, 200, 400, 400]
+            and len(episode.tree.turns) == 4
+        )
+        [message, _] = [body["error"]["message"] for status, body in responses if status == 400]
+        assert message == "rollout.args.max_calls=5 is the most that an episode may sample"
+
+
+async def test_agent_that_hangs_up_during_an_answer_ends_nothing() -> None:
+    async with served(Calculating()) as (client, _, [to]):
+        body = json.dumps({"messages": [USER], "stream": True}).encode()
+        for pause_s in (0.0, 0.005, 0.01, 0.011, 0.012, 0.02):
+            _, writer = await asyncio.open_connection("127.0.0.1", to.port)
+            head = (
+                f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: "
+                f"{to.key}\r\nContent-Length: {len(body)}\r\n\r\n"
             )
-            assert (
-                sorted(status for status, _ in responses) == [200, 200, 400, 400]
-                and len(episode.tree.turns) == 4
-            )
-            [message, _] = [body["error"]["message"] for status, body in responses if status == 400]
-            assert message == "rollout.args.max_calls=5 is the most that an episode may sample"
-
-    asyncio.run(agent())
-
-
-def test_agent_that_hangs_up_during_an_answer_ends_nothing() -> None:
-    async def agent() -> None:
-        async with served(Calculating()) as (client, _, [to]):
-            body = json.dumps({"messages": [USER], "stream": True}).encode()
-            for pause_s in (0.0, 0.005, 0.01, 0.011, 0.012, 0.02):
-                _, writer = await asyncio.open_connection("127.0.0.1", to.port)
-                head = (
-                    f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: "
-                    f"{to.key}\r\nContent-Length: {len(body)}\r\n\r\n"
-                )
-                writer.write(head.encode() + body)
-                await asyncio.sleep(pause_s)
-                writer.transport.abort()
-            assert (await post(client, to, OPENAI, {"messages": [USER]}))[
-                0
-            ] == 200 and not to.failed.done()
-
-    asyncio.run(agent())
+            writer.write(head.encode() + body)
+            await asyncio.sleep(pause_s)
+            writer.transport.abort()
+        assert (await post(client, to, OPENAI, {"messages": [USER]}))[
+            0
+        ] == 200 and not to.failed.done()
 
 
 @pytest.mark.parametrize(
@@ -785,21 +746,18 @@ def test_an_endpoint_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not [*tmp_path.iterdir()]
 
 
-def test_no_program_runs_after_the_watch_over_memory_has_failed(monkeypatch) -> None:
+async def test_no_program_runs_after_the_watch_over_memory_has_failed(monkeypatch) -> None:
     def fails(pids: list[int]) -> None:
         raise OSError("/proc is gone")
 
     monkeypatch.setattr(jail, "_used_by", fails)
     monkeypatch.setattr(jail, "_LOOK_S", 0.01)
 
-    async def run() -> None:
-        cell = jail.Jail(jail.LIMITS, memory_mib=1024, file_mib=1, deadline_s=60.0)
-        assert (await cell.run(["sleep", "0.5"], "", {}, None)).reason == ""
-        with pytest.raises(OSError, match="/proc is gone"):
-            await cell.run(["sleep", "0.5"], "", {}, None)
-        await cell.close()
-
-    asyncio.run(run())
+    cell = jail.Jail(jail.LIMITS, memory_mib=1024, file_mib=1, deadline_s=60.0)
+    assert (await cell.run(["sleep", "0.5"], "", {}, None)).reason == ""
+    with pytest.raises(OSError, match="/proc is gone"):
+        await cell.run(["sleep", "0.5"], "", {}, None)
+    await cell.close()
 
 
 async def call_and_close(
@@ -830,45 +788,39 @@ async def call_and_close(
 
 @pytest.mark.parametrize("header", ["Connection: close", "Connection: keep-alive"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_nobody_read_is_no_sample(stream: bool, header: str) -> None:
+async def test_an_answer_that_nobody_read_is_no_sample(stream: bool, header: str) -> None:
     """The agent reads one byte and asks again; one of two parallel calls is dropped; an answer that
     was read stays.
     """
 
-    async def agent() -> None:
-        async with served(Calculating()) as (_, [episode], [to]):
-            request = {"messages": [USER], "stream": stream}
-            before = await call_and_close(to, request, 0, "Connection: close")
-            assert b"200 OK" in before and len(episode.tree.turns) == 1
-            await call_and_close(to, request, 1, header)
-            await until(lambda: episode.refused == 1)
-            assert len(episode.tree.turns) == 1
-            await asyncio.gather(
-                call_and_close(to, request, 1, header),
-                call_and_close(to, request, 0, "Connection: close"),
-            )
-            await until(lambda: episode.refused == 2)
-            assert len(episode.tree.leaves()) == 2
-            assert episode.last_content and episode.last_refusal == "its answer was not read"
-
-    asyncio.run(agent())
+    async with served(Calculating()) as (_, [episode], [to]):
+        request = {"messages": [USER], "stream": stream}
+        before = await call_and_close(to, request, 0, "Connection: close")
+        assert b"200 OK" in before and len(episode.tree.turns) == 1
+        await call_and_close(to, request, 1, header)
+        await until(lambda: episode.refused == 1)
+        assert len(episode.tree.turns) == 1
+        await asyncio.gather(
+            call_and_close(to, request, 1, header),
+            call_and_close(to, request, 0, "Connection: close"),
+        )
+        await until(lambda: episode.refused == 2)
+        assert len(episode.tree.leaves()) == 2
+        assert episode.last_content and episode.last_refusal == "its answer was not read"
 
 
-def test_a_dropped_turn_comes_back_when_it_is_continued() -> None:
-    async def agent() -> None:
-        async with served(Calculating()) as (client, [episode], [to]):
-            _, response = await post(client, to, OPENAI, {"messages": [USER]})
-            [turn] = episode.tree.turns
-            episode.unread([turn])
-            assert episode.tree.turns == [] and episode.last_content == ""
-            message = response["choices"][0]["message"]
-            await post(client, to, OPENAI, {"messages": [USER, message, USER]})
-            first, second = episode.tree.turns
-            assert (first, second.parent, episode.tree.leaves()) == (turn, turn, [second])
-            episode.unread([turn])
-            assert turn in episode.tree.turns, "another turn continues it"
-
-    asyncio.run(agent())
+async def test_a_dropped_turn_comes_back_when_it_is_continued() -> None:
+    async with served(Calculating()) as (client, [episode], [to]):
+        _, response = await post(client, to, OPENAI, {"messages": [USER]})
+        [turn] = episode.tree.turns
+        episode.unread([turn])
+        assert episode.tree.turns == [] and episode.last_content == ""
+        message = response["choices"][0]["message"]
+        await post(client, to, OPENAI, {"messages": [USER, message, USER]})
+        first, second = episode.tree.turns
+        assert (first, second.parent, episode.tree.leaves()) == (turn, turn, [second])
+        episode.unread([turn])
+        assert turn in episode.tree.turns, "another turn continues it"
 
 
 async def until(happened: Callable[[], bool]) -> None:

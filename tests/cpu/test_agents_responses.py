@@ -319,24 +319,21 @@ def test_a_response_that_is_not_kept_is_not_found(monkeypatch: pytest.MonkeyPatc
     talk(FixedCompletions(*"abcdefghijklmno"), agent)
 
 
-def test_the_answers_of_another_episode_are_not_found():
-    async def run() -> None:
-        async with served(FixedCompletions("1", "2"), 2) as (
-            client,
-            _,
-            [first_endpoint, second_endpoint],
-        ):
-            _, answer = await post(client, first_endpoint, RESPONSES, {"input": "a"})
-            assert (
-                await post(
-                    client,
-                    second_endpoint,
-                    RESPONSES,
-                    {"input": "a", "previous_response_id": answer["id"]},
-                )
-            )[0] == 404
-
-    asyncio.run(run())
+async def test_the_answers_of_another_episode_are_not_found():
+    async with served(FixedCompletions("1", "2"), 2) as (
+        client,
+        _,
+        [first_endpoint, second_endpoint],
+    ):
+        _, answer = await post(client, first_endpoint, RESPONSES, {"input": "a"})
+        assert (
+            await post(
+                client,
+                second_endpoint,
+                RESPONSES,
+                {"input": "a", "previous_response_id": answer["id"]},
+            )
+        )[0] == 404
 
 
 @pytest.mark.parametrize("by_id", [True, False])
@@ -425,20 +422,17 @@ def test_fields_that_ask_for_nothing_else_are_taken():
     assert policy.prompts == ["<bos><user>6*7=<assistant>"]
 
 
-def test_calls_at_the_same_time_are_branches():
+async def test_calls_at_the_same_time_are_branches():
     async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         await asyncio.sleep(0.01)
         return await policy(prompt_ids, sampling, n)
 
-    async def run() -> None:
-        async with served(generate) as (client, [episode], [to]):
-            _, one = await post(client, to, RESPONSES, {"input": "a"})
-            requests = [
-                post(client, to, RESPONSES, {"input": text, "previous_response_id": one["id"]})
-                for text in "bcd"
-            ]
-            assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 3
-            assert learned(episode.tree) == ["1<eos>2<eos>", "3<eos>", "4<eos>"]
-
     policy = FixedCompletions("1", "2", "3", "4")
-    asyncio.run(run())
+    async with served(generate) as (client, [episode], [to]):
+        _, one = await post(client, to, RESPONSES, {"input": "a"})
+        requests = [
+            post(client, to, RESPONSES, {"input": text, "previous_response_id": one["id"]})
+            for text in "bcd"
+        ]
+        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 3
+        assert learned(episode.tree) == ["1<eos>2<eos>", "3<eos>", "4<eos>"]

@@ -45,7 +45,7 @@ def ran(tmp_path_factory) -> dict[str, tuple[Cell, list[dict]]]:
         for index, (name, async_) in enumerate(SETTINGS.items())
     ]
     rows = run_cells(cells, lanes=1, timeout_s=DEADLINE_S, report=lambda cell: None)
-    return {cell.name: (cell, each) for cell, each in zip(cells, rows)}
+    return {cell.name: (cell, row) for cell, row in zip(cells, rows)}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -182,7 +182,7 @@ def test_emulated_engine_fills_slots_in_turn_and_pauses():
             order.append(ordinal)
             return first
 
-        requests = [asyncio.create_task(request(*each)) for each in ((0, 2), (1, 1))]
+        requests = [asyncio.create_task(request(*arguments)) for arguments in ((0, 2), (1, 1))]
         await asyncio.sleep(0.01)
         engine.pause()
         await asyncio.sleep(0.1)
@@ -205,23 +205,30 @@ def test_an_emulated_engine_cuts_aborts_and_goes_on():
         prompt = [7] * PROMPT_TOKENS
         (cut,) = await engine.complete([prompt], [Sampling(8)], 0)
         assert (len(cut.token_ids), cut.finish_reason) == (8, "length")
-        rest = asyncio.create_task(engine.complete([[*prompt, *cut.token_ids]], [Sampling(992)], 0))
+        continuation = asyncio.create_task(
+            engine.complete([[*prompt, *cut.token_ids]], [Sampling(992)], 0)
+        )
         await asyncio.sleep(0)
         await engine.abort_all(1)
-        assert await rest == [Completion([], [], [], ABORT)]
-        rest = asyncio.create_task(engine.complete([[*prompt, *cut.token_ids]], [Sampling(992)], 0))
+        assert await continuation == [Completion([], [], [], ABORT)]
+        continuation = asyncio.create_task(
+            engine.complete([[*prompt, *cut.token_ids]], [Sampling(992)], 0)
+        )
         await asyncio.sleep(0.003)
         await engine.abort_all(1)
         await engine.abort_all(1)
-        (more,) = await rest
-        assert more.finish_reason == ABORT and 0 < len(more.token_ids) < 492
+        (continued,) = await continuation
+        assert continued.finish_reason == ABORT and 0 < len(continued.token_ids) < 492
         (end,) = await engine.complete(
-            [[*prompt, *cut.token_ids, *more.token_ids]], [Sampling(992)], 0
+            [[*prompt, *cut.token_ids, *continued.token_ids]], [Sampling(992)], 0
         )
-        assert (8 + len(more.token_ids) + len(end.token_ids), end.finish_reason) == (500, "stop")
+        assert (8 + len(continued.token_ids) + len(end.token_ids), end.finish_reason) == (
+            500,
+            "stop",
+        )
         assert not engine._unfinished and not engine._runs
-        (whole,) = await engine.complete([prompt], [Sampling(1000)], 0)
-        assert (len(whole.token_ids), whole.finish_reason) == (500, "stop"), (
+        (uncut,) = await engine.complete([prompt], [Sampling(1000)], 0)
+        assert (len(uncut.token_ids), uncut.finish_reason) == (500, "stop"), (
             "the same response, from the prompt"
         )
 

@@ -5,11 +5,11 @@ Each is unchanged, but followed by overrides that make it short (tests/documente
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from documented import FIRST_DAY, FIRST_HOUR, LONG, OPENENV, OWN_RUN, ROOT, checkout, run, snippets
+from json_files import write_json_lines
 from run_tools import make_model, rows
 
 pytestmark = pytest.mark.timeout(900)
@@ -67,7 +67,7 @@ def test_the_first_hour(folder: Path) -> None:
         (folder / text.split(maxsplit=2)[1].rstrip(";")).write_text(text)
     for name in ("questions", "held_out"):
         data = [{"question": f"{n}+{n}=", "solution": str(2 * n % 10)} for n in range(10)]
-        (folder / f"first/{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in data))
+        write_json_lines(folder / f"first/{name}.jsonl", data)
     printed = printed_by(
         {text: suffix for text, suffix in FIRST_HOUR.items() if text != begin}, folder
     )
@@ -115,7 +115,7 @@ def test_a_run_of_ones_own(folder: Path) -> None:
         for n in range(10)
     ]
     for name in ("train", "eval", "hard"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+        write_json_lines(folder / f"{name}.jsonl", data)
     printed_by(OWN_RUN, folder)
     assert [row["step"] for row in rows(folder / "runs/own")] == [0, 1, 2]
     printed_by(

@@ -126,29 +126,30 @@ def test_a_run_goes_on_without_a_spare_engine(tmp_path, capsys):
             until(lambda: False, keeper.poll, seconds=20)
 
 
-def test_an_engine_that_served_and_exits_is_restarted(tmp_path, capsys):
-    """So ends an engine whose scheduler crashed, or that was told to end because it lacks a part of
-    the weights.
-    """
-    leaving = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n"
-    with ProcessGroup(tmp_path) as group:
-        keeper = keep_engine(group, "restart", code=leaving + SERVER)
-        until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
-        child(group).terminate()
-        until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
-        assert (
-            "engine.0 exited with status 1; started again (1 of generator.max_restarts=2)"
-            in capsys.readouterr().out
-        )
+# So ends an engine whose scheduler crashed, or that was told to end because it lacks a part of the
+# weights.
+LEAVING = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n"
 
 
-def test_a_silent_engine_is_killed_and_restarted(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("code", "number", "message"),
+    [
+        pytest.param(
+            LEAVING + SERVER,
+            signal.SIGTERM,
+            "engine.0 exited with status 1; started again (1 of generator.max_restarts=2)",
+            id="exits",
+        ),
+        pytest.param(SERVER, signal.SIGSTOP, "engine.0 has answered nothing for", id="is silent"),
+    ],
+)
+def test_an_engine_that_served_is_restarted(code, number, message, tmp_path, capsys):
     with ProcessGroup(tmp_path) as group:
-        keeper = keep_engine(group, "restart")
+        keeper = keep_engine(group, "restart", code=code)
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
-        child(group).send_signal(signal.SIGSTOP)
+        child(group).send_signal(number)
         until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
-        assert "engine.0 has answered nothing for" in capsys.readouterr().out
+        assert message in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -202,8 +203,8 @@ def stopping(
     return StopOrder(meeting, group, deadline_s)
 
 
-def start_worker(group: ProcessGroup, name: str, how: str) -> None:
-    group.start(ProcessSpec(name, [sys.executable, "-S", "-c", WORKER, how]))
+def start_worker(group: ProcessGroup, name: str, behaviour: str) -> None:
+    group.start(ProcessSpec(name, [sys.executable, "-S", "-c", WORKER, behaviour]))
     until(lambda: "ready" in group.log_path(name).read_text())
 
 
@@ -221,21 +222,24 @@ def test_a_stop_waits_for_the_trainer_ranks_alone(tmp_path):
 
 
 def test_a_stop_reaches_other_nodes_and_has_a_deadline(tmp_path):
-    with ProcessGroup(tmp_path / "here") as here, ProcessGroup(tmp_path / "there") as there:
-        start_worker(there, "trainer.1", "goes on")
-        ours = stopping(tmp_path, here, 0, 2)
-        theirs = stopping(tmp_path, there, 1, 2, deadline_s=0.5)
-        ours.arm(set())
-        theirs.arm({"trainer.1"})
-        theirs.poll()
-        assert not theirs.is_given
-        assert ours.order()
+    with (
+        ProcessGroup(tmp_path / "here") as first_group,
+        ProcessGroup(tmp_path / "there") as second_group,
+    ):
+        start_worker(second_group, "trainer.1", "goes on")
+        first = stopping(tmp_path, first_group, 0, 2)
+        second = stopping(tmp_path, second_group, 1, 2, deadline_s=0.5)
+        first.arm(set())
+        second.arm({"trainer.1"})
+        second.poll()
+        assert not second.is_given
+        assert first.order()
         with pytest.raises(
             Stopped,
             match="trainer.1 did not finish and save within checkpoint.on_termination_s=0.5",
         ):
-            until(lambda: False, theirs.poll, seconds=20)
-        assert theirs.is_given
+            until(lambda: False, second.poll, seconds=20)
+        assert second.is_given
 
 
 LAUNCHER = """

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from run_tools import make_model
 from sglang_engine import hf_logprobs, hf_model, start_engine
 
 from megarl.base.rollout_types import Prompt, Sample
@@ -63,12 +62,6 @@ async def hold_up_the_first(argument: str) -> str:
         watch.held.append(len(watch.finished))
         await watch.all_others_are_done.wait()
     return argument[::-1]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model with random weights: each character is about equally frequent."""
-    return make_model(tmp_path_factory.mktemp("environments") / "model")
 
 
 @pytest.fixture(scope="module")

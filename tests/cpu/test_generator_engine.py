@@ -339,22 +339,19 @@ def test_replaced_weights_are_never_mixed_with_old_keys(engine, checkpoints, hub
     with_client(engine, body)
 
 
-def test_deadline_names_the_engine():
-    async def body() -> None:
-        client = EngineClient("http://127.0.0.1:9", "a", "b")
-        try:
-            with pytest.raises(
-                TimeoutError, match=r"http://127.0.0.1:9 was not ready after 0 s; the end of"
-            ):
-                await client.wait_ready(0.2, Path(__file__))
-            with pytest.raises(RuntimeError, match="http://127.0.0.1:9 exited with 3"):
-                await client.wait_ready(5, failed=lambda: "exited with 3")
-            with pytest.raises(EngineError, match="http://127.0.0.1:9/generate is not reachable"):
-                await client.generate([1], GREEDY)
-        finally:
-            await client.close()
-
-    asyncio.run(body())
+async def test_deadline_names_the_engine():
+    client = EngineClient("http://127.0.0.1:9", "a", "b")
+    try:
+        with pytest.raises(
+            TimeoutError, match=r"http://127.0.0.1:9 was not ready after 0 s; the end of"
+        ):
+            await client.wait_ready(0.2, Path(__file__))
+        with pytest.raises(RuntimeError, match="http://127.0.0.1:9 exited with 3"):
+            await client.wait_ready(5, failed=lambda: "exited with 3")
+        with pytest.raises(EngineError, match="http://127.0.0.1:9/generate is not reachable"):
+            await client.generate([1], GREEDY)
+    finally:
+        await client.close()
 
 
 LAUNCHER = """

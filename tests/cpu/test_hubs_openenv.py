@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from hub_play import FAILED, FOLDER, ROOT, TOKENIZER, Played, Saying
+from json_files import json_lines
 
 from megarl.agents.hubs.openenv import OpenEnv, write_rows
 from megarl.base.rollout_types import UNANSWERED
@@ -413,7 +414,7 @@ def test_rows_are_refused_where_the_settings_are_wrong(override: str, message: s
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return json_lines(file)
 
 
 @pytest.mark.parametrize(

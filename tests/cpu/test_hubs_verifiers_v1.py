@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hub_play import FAILED, ROOT, TOKENIZER, Played, Saying
+from json_files import json_lines
 
 from megarl.agents.hubs.verifiers import Verifiers, write_rows
 from megarl.base.rollout_types import UNANSWERED, Group
@@ -65,10 +66,7 @@ def test_rows_are_the_tasks_that_are_selected(tmp_path: Path):
         write_rows({**HERE, "rows": ROWS, "args": args()}, files)
         == f"{files['train']}: 3 rows\n{files['eval']}: 1 rows\n"
     )
-    rows = {
-        split: [json.loads(line) for line in file.read_text().splitlines()]
-        for split, file in files.items()
-    }
+    rows = {split: json_lines(file) for split, file in files.items()}
     assert [row["task"]["prompt"] for row in rows["train"]] == ["2+1", "3+1", "4+1"]
     assert rows["eval"][0]["prompt"] == [
         {"role": "system", "content": "Add."},

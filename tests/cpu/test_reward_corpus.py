@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from json_files import json_lines
 
 MADE = Path(__file__).parents[1] / "data" / "reward_corpus.jsonl"
 BY_HAND = MADE.with_name("reward_corpus_by_hand.jsonl")
@@ -30,7 +31,7 @@ RIGHT_SCORED_ZERO = 0
 
 
 def pairs(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return json_lines(path)
 
 
 @pytest.mark.timeout(900)

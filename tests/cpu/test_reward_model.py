@@ -4,15 +4,15 @@ float64.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from json_files import write_json_lines
 from reward_models import served_scores
-from run_tools import ROOT, make_model, rows, run
+from run_tools import ROOT, make_model, rows, succeed
 from tokenizers import Tokenizer
 
 from megarl.data.order import permute
@@ -113,9 +113,9 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
     """Compares losses, accuracies and weights. Transformers loads the export as a reward model."""
     from transformers import AutoModelForSequenceClassification
 
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+    write_json_lines(tmp_path / "pairs.jsonl", pairs())
     path = scores_checkpoint(tmp_path / "scores", causal) if head == "own" else causal
-    completed = run([
+    completed = succeed([
         "reward-model", "configs/examples/reward_model.yaml", f"model.path={path}",
         "model.random_init=false", f"run_dir={tmp_path}/run",
         "seed=3", f"reward_model.data.source={tmp_path}/pairs.jsonl",
@@ -128,7 +128,6 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
         "reward_model.optimizer.weight_decay=0",
         "reward_model.optimizer.warmup_steps=0", "reward_model.optimizer.schedule=constant",
     ])  # fmt: skip
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     model = AutoModelForSequenceClassification.from_pretrained(
         path, num_labels=1, dtype=torch.float32
     ).double()
@@ -167,7 +166,7 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
 
 def test_bad_pairs_are_one_message_before_anything_starts(causal: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2"}\n')
-    completed = run([
+    completed = succeed([
         "reward-model", "configs/examples/reward_model.yaml", f"model.path={causal}",
         f"run_dir={tmp_path}/run",
         f"reward_model.data.source={tmp_path}/pairs.jsonl",

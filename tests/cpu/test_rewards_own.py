@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_pools import DEADLINE_S, RewardPool, run
+from reward_pools import DEADLINE_S, RewardPool
 
 from megarl.base.rollout_types import Failure
 from megarl.config.errors import RunError
@@ -61,57 +61,51 @@ def graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_function_of_the_users_own(graders: Path):
+async def test_a_function_of_the_users_own(graders: Path):
     """It is imported from the working directory. Its result counts, and its output is kept."""
 
-    async def test() -> None:
-        async with RewardPool("graders:letters", log_folder=graders) as pool:
-            for text, score in {
-                "banana": Score(1.5), "": Score(0.0), "true": Score(1.0), "numpy": Score(0.5),
-                "numpy true": Score(1.0),
-                "array": Score(2.0), "dict": Score(3.0, {"format": 1.0}),
-                "dataclass": Score(0.25, {"length": 9.0}),
-            }.items():  # fmt: skip
-                assert await pool.score(ScoreRequest(text, "a")) == score, text
-            assert await pool.rate("a" * 400_000, "a") == 200_000
-            assert "seen banana\n" in (graders / "reward.0.log").read_text()
-
-    run(test)
+    async with RewardPool("graders:letters", log_folder=graders) as pool:
+        for text, score in {
+            "banana": Score(1.5), "": Score(0.0), "true": Score(1.0), "numpy": Score(0.5),
+            "numpy true": Score(1.0),
+            "array": Score(2.0), "dict": Score(3.0, {"format": 1.0}),
+            "dataclass": Score(0.25, {"length": 9.0}),
+        }.items():  # fmt: skip
+            assert await pool.score(ScoreRequest(text, "a")) == score, text
+        assert await pool.rate("a" * 400_000, "a") == 200_000
+        assert "seen banana\n" in (graders / "reward.0.log").read_text()
 
 
-def test_failures_say_what_they_are(graders: Path):
+async def test_failures_say_what_they_are(graders: Path):
     """Each failure scores as the settings say.
 
     In the second case each failure also costs a worker.
     """
 
-    async def test() -> None:
-        async with RewardPool(
-            "graders:letters", timeout_s=5.0, failed_score=-1.0, log_folder=graders
-        ) as pool:
-            for text, kind, reason in [
-                ("bad", "error", "invalid literal for int() with base 10: 'x'"),
-                ("slow", "timeout", "it took longer than 5 s (reward.timeout_s)"),
-                ("memory", "memory", "it ran out of memory (reward.memory_mib=1024)"),
-                (
-                    "exit",
-                    "exit",
-                    "it brought its process down (exit status 3); reward.memory_mib=1024 may be "
-                    "too little",
-                ),
-                (
-                    "quit",
-                    "exit",
-                    "it brought its process down (exit status 1); reward.memory_mib=1024 may be "
-                    "too little",
-                ),
-            ]:
-                assert await pool.score(ScoreRequest(text, "a")) == Score(
-                    -1.0, failures=[Failure(kind, reason, text)]
-                )
-            assert await pool.rate("aa", "a") == 1.0
-
-    run(test)
+    async with RewardPool(
+        "graders:letters", timeout_s=5.0, failed_score=-1.0, log_folder=graders
+    ) as pool:
+        for text, kind, reason in [
+            ("bad", "error", "invalid literal for int() with base 10: 'x'"),
+            ("slow", "timeout", "it took longer than 5 s (reward.timeout_s)"),
+            ("memory", "memory", "it ran out of memory (reward.memory_mib=1024)"),
+            (
+                "exit",
+                "exit",
+                "it brought its process down (exit status 3); reward.memory_mib=1024 may be "
+                "too little",
+            ),
+            (
+                "quit",
+                "exit",
+                "it brought its process down (exit status 1); reward.memory_mib=1024 may be "
+                "too little",
+            ),
+        ]:
+            assert await pool.score(ScoreRequest(text, "a")) == Score(
+                -1.0, failures=[Failure(kind, reason, text)]
+            )
+        assert await pool.rate("aa", "a") == 1.0
 
 
 MISTAKES = {
@@ -129,33 +123,30 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("kind", ["processes", "event loop"])
-def test_mistakes_are_told_by_the_users_own_line(graders: Path, kind: str):
+async def test_mistakes_are_told_by_the_users_own_line(graders: Path, kind: str):
     import graders as module
 
     async def in_loop(text: str, answer: str) -> Any:
         return module.letters(text, answer)
 
-    async def test() -> None:
-        async with RewardPool("graders:letters") as pool:
-            judge = (
-                pool
-                if kind == "processes"
-                else RewardInLoop(RewardConfig(name="graders:letters"), in_loop, ["text", "answer"])
+    async with RewardPool("graders:letters") as pool:
+        judge = (
+            pool
+            if kind == "processes"
+            else RewardInLoop(RewardConfig(name="graders:letters"), in_loop, ["text", "answer"])
+        )
+        for text, mistake in MISTAKES.items():
+            with pytest.raises(RunError) as error:
+                await judge.score(ScoreRequest(text, "a"))
+            assert str(error.value).startswith("reward.name=graders:letters: ") and mistake in str(
+                error.value
             )
-            for text, mistake in MISTAKES.items():
-                with pytest.raises(RunError) as error:
-                    await judge.score(ScoreRequest(text, "a"))
-                assert str(error.value).startswith(
-                    "reward.name=graders:letters: "
-                ) and mistake in str(error.value)
-                assert f"It was given the response '{text}'" in str(error.value)
-            assert (await judge.score(ScoreRequest("aa", "a"))).reward == 1.0
-            assert (await judge.score(ScoreRequest("bad", "a"))).failures[0].kind == "error"
-
-    run(test)
+            assert f"It was given the response '{text}'" in str(error.value)
+        assert (await judge.score(ScoreRequest("aa", "a"))).reward == 1.0
+        assert (await judge.score(ScoreRequest("bad", "a"))).failures[0].kind == "error"
 
 
-def test_a_function_is_given_what_it_asks_for(graders: Path):
+async def test_a_function_is_given_what_it_asks_for(graders: Path):
     from datetime import date
 
     from graders import everything
@@ -181,14 +172,11 @@ def test_a_function_is_given_what_it_asks_for(graders: Path):
         "when": 10.0,
     }
 
-    async def test() -> None:
-        async with rewards.RewardPool(RewardConfig(name="graders:everything"), parameters) as pool:
-            assert await pool.score(request) == Score(2.0, parts)
-
-    run(test)
+    async with rewards.RewardPool(RewardConfig(name="graders:everything"), parameters) as pool:
+        assert await pool.score(request) == Score(2.0, parts)
 
 
-def test_an_async_function_judges_all_at_once():
+async def test_an_async_function_judges_all_at_once():
     arrived: list[str] = []
 
     async def judge(response: str) -> float:
@@ -199,15 +187,12 @@ def test_an_async_function_judges_all_at_once():
             await asyncio.sleep(60)
         return len(response) / 4
 
-    async def test() -> None:
-        verifier = RewardInLoop(RewardConfig(name="x:judge", timeout_s=2.0), judge, ["response"])
-        scores = await asyncio.gather(
-            *(verifier.score(ScoreRequest(text, "")) for text in ["late", *["four"] * 99])
-        )
-        late = Failure("timeout", "it took longer than 2 s (reward.timeout_s)", "late")
-        assert scores == [Score(0.0, failures=[late]), *[Score(1.0)] * 99]
-
-    run(test)
+    verifier = RewardInLoop(RewardConfig(name="x:judge", timeout_s=2.0), judge, ["response"])
+    scores = await asyncio.gather(
+        *(verifier.score(ScoreRequest(text, "")) for text in ["late", *["four"] * 99])
+    )
+    late = Failure("timeout", "it took longer than 2 s (reward.timeout_s)", "late")
+    assert scores == [Score(0.0, failures=[late]), *[Score(1.0)] * 99]
 
 
 def test_reward_function_finds_its_files_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from reward_pools import DEADLINE_S, RewardPool, run
+from reward_pools import DEADLINE_S, RewardPool
 
 from megarl.config.schema import RewardConfig
 from megarl.rewards import pool as rewards
@@ -82,117 +82,91 @@ def status(pid: int, key: str) -> str:
     raise KeyError(key)
 
 
-def test_attacks_score_zero_and_the_pool_works_on(tmp_path: Path):
+async def test_attacks_score_zero_and_the_pool_works_on(tmp_path: Path):
     pwned = tmp_path / "pwned"
 
-    async def test() -> None:
-        async with RewardPool("math", workers=1, timeout_s=4.0, memory_mib=512) as pool:
-            attacks = [text.replace("{pwned}", str(pwned)) for text in ATTACKS]
-            scores = await asyncio.gather(
-                *(pool.rate(t, "1") for t in attacks), *(pool.rate(t, a) for t, a in RIGHT)
-            )
-            assert scores[: len(attacks)] == [0.0] * len(attacks)
-            assert [
-                pair
-                for pair, score in zip(RIGHT, scores[len(attacks) :], strict=True)
-                if score != 1.0
-            ] == []
-            (pid,) = pids(os.getpid())
-            assert int(status(pid, "VmRSS").split()[0]) < 150 * 1024
-            assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
-
-    run(test)
+    async with RewardPool("math", workers=1, timeout_s=4.0, memory_mib=512) as pool:
+        attacks = [text.replace("{pwned}", str(pwned)) for text in ATTACKS]
+        scores = await asyncio.gather(
+            *(pool.rate(t, "1") for t in attacks), *(pool.rate(t, a) for t, a in RIGHT)
+        )
+        assert scores[: len(attacks)] == [0.0] * len(attacks)
+        assert [
+            pair for pair, score in zip(RIGHT, scores[len(attacks) :], strict=True) if score != 1.0
+        ] == []
+        (pid,) = pids(os.getpid())
+        assert int(status(pid, "VmRSS").split()[0]) < 150 * 1024
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
     assert not pwned.exists()
 
 
-def test_a_function_without_parameters_is_called_without_any():
-    async def test() -> None:
-        async with rewards.RewardPool(
-            RewardConfig(name="reward_functions:unasked", workers=1), []
-        ) as pool:
-            assert await pool.score(ScoreRequest("1", "1")) == Score(0.25)
-
-    run(test)
+async def test_a_function_without_parameters_is_called_without_any():
+    async with rewards.RewardPool(
+        RewardConfig(name="reward_functions:unasked", workers=1), []
+    ) as pool:
+        assert await pool.score(ScoreRequest("1", "1")) == Score(0.25)
 
 
-def test_a_slow_answer_costs_its_worker_and_nothing_else():
-    async def test() -> None:
-        async with RewardPool("reward_functions:patient", workers=1, timeout_s=0.5) as pool:
-            ratings = [pool.rate(str(i), "3") for i in range(40)]
-            slow, *scores = await asyncio.gather(pool.rate(SLOW, "1"), *ratings)
-            assert slow == 0.0 and scores == [float(i == 3) for i in range(40)]
-            assert pool.timed_out == 1 and pool.replaced == 1
-            assert await pool.rate("5", "5") == 1.0
-
-    run(test)
+async def test_a_slow_answer_costs_its_worker_and_nothing_else():
+    async with RewardPool("reward_functions:patient", workers=1, timeout_s=0.5) as pool:
+        ratings = [pool.rate(str(i), "3") for i in range(40)]
+        slow, *scores = await asyncio.gather(pool.rate(SLOW, "1"), *ratings)
+        assert slow == 0.0 and scores == [float(i == 3) for i in range(40)]
+        assert pool.timed_out == 1 and pool.replaced == 1
+        assert await pool.rate("5", "5") == 1.0
 
 
-def test_blocked_event_loop_does_not_blame_the_worker():
-    async def test() -> None:
-        async with RewardPool("last_number", timeout_s=0.2) as pool:
-            assert await pool.rate("1", "1") == 1.0
-            requests = [asyncio.create_task(pool.rate("2", "2")) for _ in range(20)]
+async def test_blocked_event_loop_does_not_blame_the_worker():
+    async with RewardPool("last_number", timeout_s=0.2) as pool:
+        assert await pool.rate("1", "1") == 1.0
+        requests = [asyncio.create_task(pool.rate("2", "2")) for _ in range(20)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # blocks the event loop; the worker answers long before the end
+        assert await asyncio.gather(*requests) == [1.0] * 20
+        assert pool.timed_out == pool.replaced == 0
+
+
+async def test_killed_workers_lose_no_request():
+    async with RewardPool("last_number", workers=2) as pool:
+        assert await pool.rate("1,2", "2") == 1.0
+        for _ in range(2):  # a slot gives up after three failed starts
+            requests = [asyncio.create_task(pool.rate(f"0,{i}", "7")) for i in range(300)]
             await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            time.sleep(0.5)  # blocks the event loop; the worker answers long before the end
-            assert await asyncio.gather(*requests) == [1.0] * 20
-            assert pool.timed_out == pool.replaced == 0
-
-    run(test)
-
-
-def test_killed_workers_lose_no_request():
-    async def test() -> None:
-        async with RewardPool("last_number", workers=2) as pool:
-            assert await pool.rate("1,2", "2") == 1.0
-            for _ in range(2):  # a slot gives up after three failed starts
-                requests = [asyncio.create_task(pool.rate(f"0,{i}", "7")) for i in range(300)]
-                await asyncio.sleep(0)
-                # some are still starting, some are in the middle of a batch
-                for pid in pids(os.getpid()):
-                    os.kill(pid, signal.SIGKILL)
-                assert await asyncio.gather(*requests) == [float(i == 7) for i in range(300)]
-            assert pool.replaced >= 1
-
-    run(test)
+            # some are still starting, some are in the middle of a batch
+            for pid in pids(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+            assert await asyncio.gather(*requests) == [float(i == 7) for i in range(300)]
+        assert pool.replaced >= 1
 
 
-def test_a_caller_that_gives_up_does_not_stall_the_rest():
-    async def test() -> None:
-        async with RewardPool("last_number") as pool:
-            cancelled = asyncio.create_task(pool.rate("1", "1"))
-            await asyncio.sleep(0)
-            cancelled.cancel()
-            assert await asyncio.gather(pool.rate("2", "2"), pool.rate("3", "2")) == [1.0, 0.0]
-
-    run(test)
+async def test_a_caller_that_gives_up_does_not_stall_the_rest():
+    async with RewardPool("last_number") as pool:
+        cancelled = asyncio.create_task(pool.rate("1", "1"))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        assert await asyncio.gather(pool.rate("2", "2"), pool.rate("3", "2")) == [1.0, 0.0]
 
 
-def test_closing_ends_the_processes_and_fails_what_is_pending():
-    async def test() -> None:
-        pool = RewardPool("reward_functions:patient")
-        async with pool:
-            assert await pool.rate("1", "1") == 1.0
-            (pid,) = pids(os.getpid())
-            pending = [asyncio.create_task(pool.rate(SLOW, "1")) for _ in range(50)]
-            await asyncio.sleep(0.1)
-        assert not Path(f"/proc/{pid}").exists() and pids(os.getpid()) == []
-        for task in pending:
-            with pytest.raises(RuntimeError, match="closed"):
-                await task
+async def test_closing_ends_the_processes_and_fails_what_is_pending():
+    pool = RewardPool("reward_functions:patient")
+    async with pool:
+        assert await pool.rate("1", "1") == 1.0
+        (pid,) = pids(os.getpid())
+        pending = [asyncio.create_task(pool.rate(SLOW, "1")) for _ in range(50)]
+        await asyncio.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists() and pids(os.getpid()) == []
+    for task in pending:
         with pytest.raises(RuntimeError, match="closed"):
+            await task
+    with pytest.raises(RuntimeError, match="closed"):
+        await pool.rate("1", "1")
+
+
+async def test_workers_that_cannot_start_fail_the_calls():
+    async with RewardPool("no_such_module:score") as pool:
+        with pytest.raises(RuntimeError, match="did not start"):
             await pool.rate("1", "1")
-
-    run(test)
-
-
-def test_workers_that_cannot_start_fail_the_calls():
-    async def test() -> None:
-        async with RewardPool("no_such_module:score") as pool:
-            with pytest.raises(RuntimeError, match="did not start"):
-                await pool.rate("1", "1")
-
-    run(test)
 
 
 def test_workers_die_with_their_parent():

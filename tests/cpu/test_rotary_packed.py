@@ -16,7 +16,7 @@ LENGTHS = (4, 12, 4, 8, 20)  # multiples of 2 * cp for cp up to 2
 
 
 @dataclass
-class Group:
+class OneRankGroup:
     """Stands in for a context-parallel group."""
 
     ranks: int
@@ -61,7 +61,7 @@ def compare(cp_size: int, cp_rank: int) -> None:
         return torch.cat(parts)
 
     def together(t: torch.Tensor) -> torch.Tensor:
-        group = Group(cp_size, cp_rank)
+        group = OneRankGroup(cp_size, cp_rank)
         return rope_utils._apply_rotary_pos_emb_thd(
             t, boundaries, frequencies, mscale=1.25, cp_group=group
         )

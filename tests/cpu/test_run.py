@@ -17,17 +17,19 @@ import psutil
 import pytest
 from corrupting_transport import TENSOR
 from run_tools import (
-    OVERRIDES,
     PROMPTS,
     descendants,
     in_fp8_blocks,
     in_mxfp4,
-    kill,
     make_model,
+    quickstart,
     rows,
     run,
-    start,
+    started,
+    succeed,
     title,
+    trained_ordinals,
+    wait_for_steps,
     wait_until,
 )
 from tracker_stores import curves_of, read_tensorboard
@@ -40,22 +42,6 @@ from megarl.rollouts.buffer import Ledger
 from megarl.rollouts.channel import summary_of, texts_of
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("run") / "model")
-
-
-def arguments(model, run_dir, *overrides: str) -> list[str]:
-    return [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        *overrides,
-    ]
 
 
 SEVERAL = [
@@ -90,18 +76,12 @@ def resumed(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
     run_dir = folder / "run"
     # as a user has it, in all parts
-    first = start(
-        arguments(model, run_dir, *SEVERAL, TRACKED), folder / "first.log", imported=False
-    )
-    try:
-        wait_until(
-            lambda: len(rows(run_dir)) >= 3 and complete_checkpoints(run_dir),
-            first,
-            "third step and a checkpoint",
-        )
+    with started(
+        quickstart(model, run_dir, *SEVERAL, TRACKED), folder / "first.log", imported=False
+    ) as first:
+        wait_for_steps(first, run_dir, 3)
+        wait_until(lambda: complete_checkpoints(run_dir), first, "a checkpoint")
         children = descendants(first)
-    finally:
-        kill(first)
     _gone, alive = psutil.wait_procs(children, timeout=30)
     before = rows(run_dir)
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
@@ -110,16 +90,8 @@ def resumed(model, tmp_path_factory):
         alive,
         before,
         ledger,
-        run(arguments(model, run_dir, *SEVERAL, *STREAMING, TRACKED, "checkpoint.hf_every=4")),
+        run(quickstart(model, run_dir, *SEVERAL, *STREAMING, TRACKED, "checkpoint.hf_every=4")),
     )
-
-
-def trained_ordinals(run_dir: Path) -> list[list[int]]:
-    lines = [
-        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines] == list(range(len(lines)))
-    return [line["ordinals"] for line in lines]
 
 
 def test_a_killed_launcher_leaves_no_process_behind(resumed):
@@ -299,9 +271,9 @@ def test_trainer_and_generator_agree_on_log_probs(resumed):
 
 def test_weights_of_a_finished_run_are_exported_and_evaluated(resumed, model, tmp_path):
     run_dir = resumed.run_dir
-    again = run(arguments(model, run_dir))
-    assert again.returncode == 0 and "complete" in again.stdout
-    exported = run(
+    again = succeed(quickstart(model, run_dir))
+    assert "complete" in again.stdout
+    succeed(
         [
             "export",
             "configs/quickstart.yaml",
@@ -311,7 +283,6 @@ def test_weights_of_a_finished_run_are_exported_and_evaluated(resumed, model, tm
             str(tmp_path / "hf"),
         ]
     )
-    assert exported.returncode == 0, exported.stderr
     assert sorted(path.name for path in (run_dir / "hf").iterdir()) == [
         "step_000004",
         "step_000006",
@@ -328,8 +299,7 @@ def test_weights_of_a_finished_run_are_exported_and_evaluated(resumed, model, tm
         (run_dir / "checkpoints/step_000006", of_checkpoint),
         (tmp_path / "hf", of_export),
     ):
-        scored = run(["eval", "configs/quickstart.yaml", *settings, "eval.limit=16", "--json"])
-        assert scored.returncode == 0, scored.stderr
+        scored = succeed(["eval", "configs/quickstart.yaml", *settings, "eval.limit=16", "--json"])
         result = json.loads(scored.stdout)
         assert (result["weights"], result["pass@1"]) == (str(weights), scores["pass@1"])
 
@@ -361,8 +331,7 @@ def test_run_replays_experts_of_a_tp2_engine(
     # random weights get no reward, so that all would be skipped
     overrides += ["algorithm.skip_zero_advantage=false"]
     overrides += ["algorithm.kl_coef=0.01"]
-    completed = run(arguments(model, tmp_path / "run", *overrides))
-    assert completed.returncode == 0, completed.stderr
+    succeed(quickstart(model, tmp_path / "run", *overrides))
     table = rows(tmp_path / "run")
     assert [row["staleness/max"] for row in table] == [0, 0, 0], "capacity 0 is on policy"
     assert all(row["sync/audit_ok"] for row in table)
@@ -410,8 +379,7 @@ def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
         "async.partial_rollout=in_flight",
         "algorithm.skip_zero_advantage=false",
     ]
-    completed = run(arguments(model, tmp_path / "run", *overrides))
-    assert completed.returncode == 0, completed.stderr
+    succeed(quickstart(model, tmp_path / "run", *overrides))
     table = rows(tmp_path / "run")
     assert len(table) == 20 and all(row["sync/audit_ok"] for row in table)
     assert table[0]["logprob/abs_diff_mean"] <= 1e-4
@@ -434,10 +402,7 @@ def test_a_run_of_gated_delta_nets_and_their_states(tmp_path, partial_rollout, f
         f"async.partial_rollout={partial_rollout}",
         "max_steps=20",
     ]
-    completed = run(
-        arguments(model, tmp_path / "run", *overrides, "algorithm.skip_zero_advantage=false")
-    )
-    assert completed.returncode == 0, completed.stderr
+    succeed(quickstart(model, tmp_path / "run", *overrides, "algorithm.skip_zero_advantage=false"))
     table = rows(tmp_path / "run")
     assert len(table) == 20 and all(row["sync/audit_ok"] for row in table)
     probes = [row["logprob/abs_diff_mean"] for row in table if "logprob/abs_diff_mean" in row]
@@ -458,10 +423,7 @@ def test_a_run_of_a_small_family_goes_on_under_other_sizes(family, tmp_path):
         (10, ["trainer.tp=2"]),
         (20, ["trainer.tp=1", "trainer.pp=2", "generator.tp=2"]),
     ):
-        completed = run(
-            arguments(model, tmp_path / "run", *overrides, *sizes, f"max_steps={steps}")
-        )
-        assert completed.returncode == 0, completed.stderr
+        succeed(quickstart(model, tmp_path / "run", *overrides, *sizes, f"max_steps={steps}"))
         table = rows(tmp_path / "run")
         assert len(table) == steps and all(row["sync/audit_ok"] for row in table)
         assert (
@@ -492,8 +454,7 @@ def test_a_run_with_fp8_engines(published, tmp_path):
     ]
     # the run ends before its warm-up does
     overrides += ["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=5"]
-    completed = run(arguments(model, tmp_path / "run", *overrides))
-    assert completed.returncode == 0, completed.stderr
+    succeed(quickstart(model, tmp_path / "run", *overrides))
     table = rows(tmp_path / "run")
     assert all(row["sync/audit_ok"] for row in table) and len(table) == 3
     assert [row["learning_rate"] / table[0]["learning_rate"] for row in table] == pytest.approx(
@@ -509,7 +470,7 @@ def test_a_run_with_fp8_engines(published, tmp_path):
 
 def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path):
     completed = run(
-        arguments(
+        quickstart(
             model, tmp_path / "run", "weights.transport=corrupting_transport:CorruptingTransport"
         )
     )
@@ -527,11 +488,11 @@ def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path)
 
 def test_a_killed_engine_ends_the_run_with_its_last_words(model, tmp_path):
     run_dir = tmp_path / "run"
-    process = start(
-        arguments(model, run_dir, "max_steps=100000", "generator.on_failure=fail"), tmp_path / "log"
-    )
-    try:
-        wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step")
+    with started(
+        quickstart(model, run_dir, "max_steps=100000", "generator.on_failure=fail"),
+        tmp_path / "log",
+    ) as process:
+        wait_for_steps(process, run_dir, 1)
         engine = next(
             child for child in descendants(process) if "megarl.generator.server" in title(child)
         )
@@ -539,8 +500,6 @@ def test_a_killed_engine_ends_the_run_with_its_last_words(model, tmp_path):
         killed = time.monotonic()
         process.wait(timeout=60)
         ended_s = time.monotonic() - killed
-    finally:
-        kill(process)
     output = (tmp_path / "log").read_text()
     assert process.returncode == 1
     assert "engine.0 was killed by SIGKILL" in output and "engine.0.log" in output

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_tools import make_model, run
+from json_files import write_json_lines
+from run_tools import make_model, succeed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -45,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(model: Path, folder: Path, rows: list[dict], *settings: str) -> dict[str, Any]:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(folder / "rows.jsonl", rows)
     fixed = [
         "data.eval=null",
         "eval.samples=2",
@@ -59,8 +60,7 @@ def evaluated(model: Path, folder: Path, rows: list[dict], *settings: str) -> di
         f"eval.suites.own.source={folder / 'rows.jsonl'}",
     ]
     overrides = [*folders, *fixed, *settings]
-    process = run(["eval", "configs/quickstart.yaml", *overrides, "--json"])
-    assert process.returncode == 0, process.stderr
+    process = succeed(["eval", "configs/quickstart.yaml", *overrides, "--json"])
     return json.loads(process.stdout)["suites"]["own"]
 
 
@@ -76,10 +76,10 @@ def test_ifeval(model: Path, tmp_path: Path) -> None:
     rule = "length_constraints:number_words"
     few = record(rule, {"num_words": 300, "relation": "less than"})
     many = record(rule, {"num_words": 300, "relation": "at least"})
-    both = record(rule, {"num_words": 300, "relation": "less than"})
-    both["instruction_id_list"] += [rule, rule]
-    both["kwargs"] += many["kwargs"] * 2
-    scores = evaluated(model, tmp_path, [few, many, both], "eval.suites.own.benchmark=ifeval")
+    combined = record(rule, {"num_words": 300, "relation": "less than"})
+    combined["instruction_id_list"] += [rule, rule]
+    combined["kwargs"] += many["kwargs"] * 2
+    scores = evaluated(model, tmp_path, [few, many, combined], "eval.suites.own.benchmark=ifeval")
     assert scores["prompts"] == 3
     assert scores["samples"] == 6
     assert scores["correct"] == 2

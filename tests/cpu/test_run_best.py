@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_tools import OVERRIDES, make_model, run
+from run_tools import OVERRIDES, make_model, succeed
 
 from megarl.evaluation.scores import read_results
 from megarl.plan.checkpoints import complete_checkpoints
@@ -35,16 +35,14 @@ def test_the_best_is_kept_across_a_resume_exported_and_evaluated(tmp_path: Path)
         *settings,
     ]
     for steps in (4, 6):
-        completed = run(["train", *arguments, f"max_steps={steps}"])
-        assert completed.returncode == 0, completed.stdout + completed.stderr
+        completed = succeed(["train", *arguments, f"max_steps={steps}"])
         assert [step for step, _ in complete_checkpoints(run_dir)] == [2, steps]
         score = read_results(run_dir)[-1]["pass@1"]
         assert (
             f"  best checkpoint         step 2, eval/pass@1 {score:.3f} (--best of megarl export "
             "and megarl eval)\n" in completed.stdout
         )
-    evaluated = run(["eval", *arguments, "--best", "--json"])
-    assert evaluated.returncode == 0, evaluated.stderr
+    evaluated = succeed(["eval", *arguments, "--best", "--json"])
     result = json.loads(evaluated.stdout)
     assert (result["weights"], result["pass@1"]) == (f"{run_dir}/checkpoints/step_000002", score)
     best = (
@@ -52,10 +50,9 @@ def test_the_best_is_kept_across_a_resume_exported_and_evaluated(tmp_path: Path)
         f"{score:.3f}\n"
     )
     assert best in evaluated.stderr
-    exported = run(["export", *arguments, "--best", "--output", str(tmp_path / "exported")])
-    assert exported.returncode == 0 and best in exported.stdout, exported.stderr
-    newest = run(["export", *arguments, "--output", str(tmp_path / "newest")])
-    assert newest.returncode == 0, newest.stderr
+    exported = succeed(["export", *arguments, "--best", "--output", str(tmp_path / "exported")])
+    assert best in exported.stdout, exported.stderr
+    succeed(["export", *arguments, "--output", str(tmp_path / "newest")])
     folders = (tmp_path / "exported", run_dir / "evaluated", tmp_path / "newest")
     weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert weights[0] == weights[1] != weights[2]

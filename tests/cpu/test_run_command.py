@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_tools import kill, rows, run, start, wait_until
+from run_tools import rows, run, started, succeed, wait_until
 
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 
@@ -47,13 +47,9 @@ def test_killed_warm_start_goes_on_and_training_follows(tmp_path: Path) -> None:
 
     uninterrupted = tmp_path / "whole"
     broken = tmp_path / "broken"
-    completed = run(arguments("sft", uninterrupted))
-    assert completed.returncode == 0, completed.stderr
-    process = start(arguments("run", broken), log)
-    try:
+    succeed(arguments("sft", uninterrupted))
+    with started(arguments("run", broken), log) as process:
         wait_until(checkpoint_path(broken / "sft", EVERY).exists, process, "first checkpoint")
-    finally:
-        kill(process)
     [*_, (step, saved)] = complete_checkpoints(broken / "sft")
     assert 0 < step < STEPS and not (broken / "sft/hf").exists()
 
@@ -63,8 +59,7 @@ def test_killed_warm_start_goes_on_and_training_follows(tmp_path: Path) -> None:
         f"{saved.parent} to begin anew"
     )
     assert refused.returncode == 2 and message in refused.stderr
-    again = run(arguments("run", broken))
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = succeed(arguments("run", broken))
     assert (
         f"Weights: the checkpoint {saved}\n" in again.stdout
         and f"Supervised weights are in {broken}/sft/hf\n" in again.stdout

@@ -6,13 +6,23 @@ trainer's ranks, and a reward, and is resumed.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import psutil
 import pytest
-from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, title, wait_until
+from json_files import write_json_lines
+from run_tools import (
+    OVERRIDES,
+    descendants,
+    make_model,
+    rows,
+    started,
+    succeed,
+    title,
+    wait_for_steps,
+    wait_until,
+)
 
 from megarl.plan.checkpoints import complete_checkpoints
 
@@ -27,9 +37,7 @@ def test_run_without_reward_survives_its_teacher_engine(tmp_path: Path) -> None:
     log = tmp_path / "log"
     data = tmp_path / "train.jsonl"
     teacher = make_model(tmp_path / "teacher", hidden_size=64, initializer_range=0.3)
-    data.write_text(
-        "".join(json.dumps({"question": f"{i % 10}+1="}) + "\n" for i in range(8 * STEPS))
-    )
+    write_json_lines(data, ({"question": f"{i % 10}+1="} for i in range(8 * STEPS)))
     settings = [
         "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES,
         f"max_steps={STEPS}", "trainer.tp=1",
@@ -39,14 +47,11 @@ def test_run_without_reward_survives_its_teacher_engine(tmp_path: Path) -> None:
         "algorithm.name=distill", "reward.name=none",
         "algorithm.distill.over=top_k", "algorithm.distill.top_k=8", "async.partial_rollout=resume",
     ]  # fmt: skip
-    process = start(["train", *settings], log)
-    try:
-        wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step", 240)
+    with started(["train", *settings], log) as process:
+        wait_for_steps(process, run_dir, 1)
         serves = [child for child in descendants(process) if str(teacher) in title(child)]
         psutil.Process(min(child.pid for child in serves)).kill()
         assert process.wait(400) == 0, log.read_text()[-4000:]
-    finally:
-        kill(process)
     driver = (run_dir / "logs/generator.0.log").read_text()
     assert "teacher 0 is lost, 0 are left" in driver and "teacher 0 serves again" in driver
     assert f"Role teacher: {teacher}, frozen, on 1 engine TP1\n" in log.read_text()
@@ -76,18 +81,9 @@ def test_a_resumed_run_has_its_teachers_and_its_reference(tmp_path: Path) -> Non
         "algorithm.distill.over=vocabulary", "algorithm.distill.coef=0.5",
         f"roles.reference.path={teacher}", "algorithm.kl_coef=0.1", "rollout.temperature=0.8",
     ]  # fmt: skip
-    process = start(["train", *settings], log)
-    try:
-        wait_until(
-            lambda: len(complete_checkpoints(run_dir)) >= 1,
-            process,
-            "first checkpoint",
-            timeout_s=240,
-        )
-    finally:
-        kill(process)
-    again = run(["train", *settings])
-    assert again.returncode == 0, again.stdout + again.stderr
+    with started(["train", *settings], log) as process:
+        wait_until(lambda: len(complete_checkpoints(run_dir)) >= 1, process, "first checkpoint")
+    again = succeed(["train", *settings])
     assert (
         f"Role teacher: {teacher}, frozen, on the trainer's ranks\n" in log.read_text()
         and "Reference model: what" not in again.stdout
@@ -101,5 +97,5 @@ def test_a_resumed_run_has_its_teachers_and_its_reference(tmp_path: Path) -> Non
             and row["kl/mean"] > 0.01
         ), "from the first step on"
         assert row["sync/audit_ok"]
-    planned = run(["plan", *settings])
-    assert planned.returncode == 0 and " frozen " in planned.stdout, planned.stdout + planned.stderr
+    planned = succeed(["plan", *settings])
+    assert " frozen " in planned.stdout, planned.stdout + planned.stderr

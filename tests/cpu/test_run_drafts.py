@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from multi_token_checkpoint import take_last_layer
-from run_tools import OVERRIDES, make_model, rows, run
+from run_tools import make_model, quickstart, rows, succeed
 
 pytestmark = pytest.mark.long
 
@@ -54,18 +54,7 @@ def test_twenty_steps(settings: list[str], model: Path, tmp_path: Path) -> None:
         "async.partial_rollout=in_flight",
     ]
     overrides += ["generator.speculative.steps=2", "checkpoint.every=10"]
-    completed = run(
-        [
-            "train",
-            "configs/quickstart.yaml",
-            f"model.path={model}",
-            f"run_dir={tmp_path / 'run'}",
-            *OVERRIDES,
-            *overrides,
-            *settings,
-        ]
-    )
-    assert completed.returncode == 0, completed.stderr
+    succeed(quickstart(model, tmp_path / "run", *overrides, *settings))
     table = rows(tmp_path / "run")
     assert len(table) == 20 and all(row["sync/audit_ok"] for row in table)
     assert (

@@ -4,7 +4,6 @@ settings of asynchrony.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
@@ -14,7 +13,16 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from run_tools import OVERRIDES, PROMPTS, SAMPLES, kill, make_model, rows, run, start, wait_until
+from run_tools import (
+    PROMPTS,
+    SAMPLES,
+    json_lines,
+    quickstart,
+    rows,
+    run,
+    started,
+    wait_for_steps,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,11 +54,6 @@ STARTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("dynamic") / "model")
-
-
 def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
     defaults = [
         f"max_steps={STEPS}",
@@ -58,15 +61,7 @@ def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
         "observe.rollouts_per_step=1000",
         "data.eval=null",
     ]
-    return [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        *defaults,
-        *overrides,
-    ]
+    return quickstart(model, run_dir, *defaults, *overrides)
 
 
 def shown_rewards(
@@ -98,28 +93,18 @@ def test_killed_run_trains_on_or_drops_each_prompt_once(model: Path, tmp_path: P
     overrides = ["reward.name=reward_functions:by_chance", "checkpoint.every=1"]
     for number, (settings, most) in enumerate(STARTS):
         before = len(rows(run_dir))
-        process = start(
+        with started(
             arguments(model, run_dir, *settings, *overrides), tmp_path / f"log.{number}"
-        )
-        try:
+        ) as process:
             if number < len(STARTS) - 1:
-                wait_until(
-                    lambda: len(rows(run_dir)) >= before + 3,
-                    process,
-                    "third step more",
-                    timeout_s=240,
-                )
+                wait_for_steps(process, run_dir, before + 3)
                 time.sleep(chance.random())
             else:
                 assert process.wait(timeout=240) == 0, (tmp_path / f"log.{number}").read_text()
-        finally:
-            kill(process)
         if most is not None:
             assert max(row["staleness/max"] for row in rows(run_dir)[before:]) <= most
 
-    lines = [
-        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
-    ]
+    lines = json_lines(run_dir / "rollouts/ordinals.jsonl")
     assert [line["step"] for line in lines] == list(range(STEPS)) and [
         len(line["ordinals"]) for line in lines
     ] == [PROMPTS] * STEPS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import time
 from pathlib import Path
@@ -11,14 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 from run_tools import (
-    OVERRIDES,
     PROMPTS,
     descendants,
-    kill,
     make_model,
+    quickstart,
     rows,
-    start,
+    started,
     title,
+    trained_ordinals,
+    wait_for_more_steps,
+    wait_for_steps,
+    wait_for_text,
     wait_until,
 )
 from waiting_transport import ASK, FOLDER, REACHED, settings
@@ -28,7 +30,6 @@ from megarl.plan.checkpoints import complete_checkpoints
 from megarl.weight_sync.transports import mooncake
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
-DEADLINE_S = 240
 
 
 def engine(process, number: int) -> psutil.Process:
@@ -47,7 +48,7 @@ def kill_in_the_middle_of_an_update(process, run_dir: Path, folder: Path) -> Non
 
     `folder`: where the waiting transport has its files.
     """
-    wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
+    wait_for_steps(process, run_dir, 2)
     (folder / ASK).touch()
     wait_until((folder / REACHED).exists, process, "an update in its middle")
     engine(process, 0).kill()
@@ -89,51 +90,16 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(
     ]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
-    process = start(
-        [
-            "train",
-            "configs/quickstart.yaml",
-            f"model.path={model}",
-            f"run_dir={run_dir}",
-            *OVERRIDES,
-            *overrides,
-        ],
-        log,
-    )
     driver_log = run_dir / "logs/generator.0.log"
-
-    def logged(text: str) -> bool:
-        return text in driver_log.read_text()
-
-    try:
+    with started(quickstart(model, run_dir, *overrides), log) as process:
         kill_in_the_middle_of_an_update(process, run_dir, tmp_path)
-        wait_until(
-            lambda: logged("engine 0 is lost, 1 are left"),
-            process,
-            "notice of the loss",
-            DEADLINE_S,
-        )
-        wait_until(
-            lambda: logged("engines [0] serve version"), process, "return of engine 0", DEADLINE_S
-        )
+        wait_for_text(process, driver_log, "engine 0 is lost, 1 are left")
+        wait_for_text(process, driver_log, "engines [0] serve version")
         if hangs:
             engine(process, 1).suspend()
-            wait_until(
-                lambda: logged("engine 1 is lost, 1 are left"),
-                process,
-                "notice of the hang",
-                DEADLINE_S,
-            )
-            wait_until(
-                lambda: logged("engines [1] serve version"),
-                process,
-                "return of engine 1",
-                DEADLINE_S,
-            )
-        rows_before = len(rows(run_dir))
-        wait_until(
-            lambda: len(rows(run_dir)) >= rows_before + 4, process, "steps with both", DEADLINE_S
-        )
+            wait_for_text(process, driver_log, "engine 1 is lost, 1 are left")
+            wait_for_text(process, driver_log, "engines [1] serve version")
+        wait_for_more_steps(process, run_dir, 4)
         next(child for child in descendants(process) if "trainer 1" in title(child)).suspend()
         process.terminate()
         wait_until(lambda: any(run_dir.glob(".launch/train/*/stop")), process, "the order to stop")
@@ -141,8 +107,6 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(
         assert process.poll() is None, "it waits for the step"
         process.terminate()
         process.wait(timeout=15)
-    finally:
-        kill(process)
     output = log.read_text()
     assert process.returncode == 143 and complete_checkpoints(run_dir) == [], output
     assert "engine.0 was killed by SIGKILL; started again (1 of generator.max_restarts=3)" in output
@@ -175,31 +139,13 @@ def test_the_loss_of_a_relay_ends_the_engines_behind_it(tmp_path, monkeypatch):
     overrides += ["async.partial_rollout=in_flight", *settings("WaitingMooncake")]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
-    process = start(
-        [
-            "train",
-            "configs/quickstart.yaml",
-            f"model.path={model}",
-            f"run_dir={run_dir}",
-            *OVERRIDES,
-            *overrides,
-        ],
-        log,
-    )
     driver_log = run_dir / "logs/generator.0.log"
-    try:
+    with started(quickstart(model, run_dir, *overrides), log) as process:
         kill_in_the_middle_of_an_update(process, run_dir, tmp_path)
         for number in range(2):
             lost = f"engine {number} is lost"
-            wait_until(
-                lambda: lost in driver_log.read_text(), process, f"notice that {lost}", DEADLINE_S
-            )
-        rows_before = len(rows(run_dir))
-        wait_until(
-            lambda: len(rows(run_dir)) >= rows_before + 4, process, "steps with both", DEADLINE_S
-        )
-    finally:
-        kill(process)
+            wait_for_text(process, driver_log, lost)
+        wait_for_more_steps(process, run_dir, 4)
     text = driver_log.read_text()
     output = log.read_text()
     assert (
@@ -216,10 +162,7 @@ def exactly_once(run_dir: Path, steps: int) -> bool:
     """Without rejections, every prompt up to the last trained one was trained on, except those
     still in flight.
     """
-    lines = [
-        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
-    ]
-    trained = list(itertools.chain(*(line["ordinals"] for line in lines)))
+    trained = list(itertools.chain(*trained_ordinals(run_dir)))
     in_flight = 3 * PROMPTS
     return len(trained) == len(set(trained)) == steps * PROMPTS and set(
         range(len(trained) - in_flight)

@@ -13,7 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 from gated_rollouts import GATE
-from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, title, wait_until
+from run_tools import (
+    descendants,
+    kill,
+    make_model,
+    quickstart,
+    rows,
+    run,
+    start,
+    succeed,
+    title,
+    wait_until,
+)
 
 from megarl.evaluation.scores import BEGUN, missed, read_journal, read_results
 from megarl.observe.status import read_statuses
@@ -40,15 +51,7 @@ def begin(tmp_path: Path, log: str, *overrides: str) -> tuple[subprocess.Popen, 
     model = tmp_path / "model"
     if not model.exists():
         make_model(model)
-    arguments = [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        *SETTINGS,
-        *overrides,
-    ]
+    arguments = quickstart(model, run_dir, *SETTINGS, *overrides)
     return start(arguments, tmp_path / log), run_dir
 
 
@@ -96,7 +99,7 @@ def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
     assert len({str(scores) for scores in of_versions.values()}) == 4, of_versions
     for version in (2, 6):
         export = run_dir / f"hf/step_{version:06d}"
-        scored = run(
+        scored = succeed(
             [
                 "eval",
                 "configs/quickstart.yaml",
@@ -106,7 +109,6 @@ def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
                 "--json",
             ]
         )
-        assert scored.returncode == 0, scored.stderr
         assert [json.loads(scored.stdout)[key] for key in exact_metrics] == of_versions[version]
 
 
@@ -123,7 +125,7 @@ def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
         return texts.get("trainer.0", "") == "waiting for evaluator.0 to take weights version 6"
 
     try:
-        wait_until(waits, process, "end of the last step", DEADLINE_S)
+        wait_until(waits, process, "end of the last step")
         assert read_journal(run_dir)[0] == (BEGUN, "") and not evaluated(run_dir), (
             "the first evaluation is still under way"
         )
@@ -150,7 +152,7 @@ def test_killed_run_repeats_the_evaluation_of_its_last_version(engines: int, tmp
     overrides = [f"eval.engines={engines}", "eval.every=0", *SCORED]
     process, run_dir = begin(tmp_path, "log", *overrides)
     try:
-        wait_until(lambda: 0 in evaluated(run_dir), process, "first scores", DEADLINE_S)
+        wait_until(lambda: 0 in evaluated(run_dir), process, "first scores")
         gate.touch()
         wait_until(
             lambda: (
@@ -158,7 +160,6 @@ def test_killed_run_repeats_the_evaluation_of_its_last_version(engines: int, tmp
             ),
             process,
             "the end",
-            DEADLINE_S,
         )
         kill(process)
         before = rows(run_dir)
@@ -176,17 +177,9 @@ def test_killed_run_repeats_the_evaluation_of_its_last_version(engines: int, tmp
     table = rows(run_dir)
     assert [row["step"] for row in table] == [*range(6)] and table[-1]["eval/version"] == 6
     assert [row["loss"] for row in table] == [row["loss"] for row in before]
-    assert run(
-        [
-            "train",
-            "configs/quickstart.yaml",
-            f"model.path={tmp_path / 'model'}",
-            f"run_dir={run_dir}",
-            *OVERRIDES,
-            *SETTINGS,
-            *overrides,
-        ]
-    ).stdout.startswith(f"{run_dir} is complete")
+    assert run(quickstart(tmp_path / "model", run_dir, *SETTINGS, *overrides)).stdout.startswith(
+        f"{run_dir} is complete"
+    )
 
 
 @pytest.mark.matrix
@@ -213,33 +206,24 @@ def test_killed_engine_or_run_costs_the_evaluation_alone(tmp_path, monkeypatch):
         newest = max(read_journal(run_dir))
         gate.touch()
         wait_until(
-            lambda: being_evaluated(newest) is not None,
-            process,
-            "an evaluation that is held up",
-            DEADLINE_S,
+            lambda: being_evaluated(newest) is not None, process, "an evaluation that is held up"
         )
         return being_evaluated(newest) or 0
 
     try:
-        wait_until(lambda: 0 in evaluated(run_dir), process, "first scores", DEADLINE_S)
+        wait_until(lambda: 0 in evaluated(run_dir), process, "first scores")
         of_dead_engine = held_up()
         engine(process, run_dir).kill()
-        wait_until(
-            lambda: of_dead_engine in missed(run_dir), process, "notice of the loss", DEADLINE_S
-        )
+        wait_until(lambda: of_dead_engine in missed(run_dir), process, "notice of the loss")
         gate.unlink()
         wait_until(
-            lambda: max(evaluated(run_dir)) > of_dead_engine,
-            process,
-            "scores by the new engine",
-            DEADLINE_S,
+            lambda: max(evaluated(run_dir)) > of_dead_engine, process, "scores by the new engine"
         )
         of_dead_run = held_up()
         wait_until(
             lambda: complete_checkpoints(run_dir)[-1][0] > of_dead_run + 2,
             process,
             "a later checkpoint",
-            DEADLINE_S,
         )
         saved = [step for step, _ in complete_checkpoints(run_dir)]
         assert of_dead_run in saved, "its score may be the best"

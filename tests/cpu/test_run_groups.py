@@ -9,11 +9,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from run_tools import OVERRIDES, kill, make_model, rows, run, start, wait_until
+from run_tools import (
+    kill,
+    make_model,
+    quickstart,
+    rows,
+    run,
+    start,
+    succeed,
+    wait_for_more_steps,
+    wait_for_steps,
+    wait_for_text,
+)
 from test_run_engines import engine, exactly_once
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1800)]
-DEADLINE_S = 300
 GROUPS = [
     "generator.max_concurrency=32",
     *("generator.groups.plain.engines=2", "generator.groups.plain.max_concurrency=16"),
@@ -40,16 +50,7 @@ FP8 = 4 * (LINEAR + SCALES) + 2 * ENDS + 2 * 2 * (4 * NORMS + 128)  # all norms 
 
 
 def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        *GROUPS,
-        *STREAMING,
-        *overrides,
-    ]
+    return quickstart(model, run_dir, *GROUPS, *STREAMING, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,7 @@ def test_a_run_on_unlike_engines(steps, written, overrides, model, tmp_path):
     and before the next.
     """
     run_dir = tmp_path / "run"
-    result = run(arguments(model, run_dir, f"max_steps={steps}", *overrides))
-    assert result.returncode == 0, result.stderr
+    result = succeed(arguments(model, run_dir, f"max_steps={steps}", *overrides))
     assert (
         "2 engines TP1 of plain (unquantised) and 1 engine TP2 of fp8 (fp8_block)" in result.stdout
     )
@@ -122,8 +122,7 @@ def test_changes_go_to_engines_in_bf16_and_in_fp8(model, tmp_path):
         "trainer.optimizer.lr=1e-6",
         "model.dtype=bfloat16",
     ]
-    result = run(arguments(model, run_dir, "max_steps=8", *overrides))
-    assert result.returncode == 0, result.stderr
+    succeed(arguments(model, run_dir, "max_steps=8", *overrides))
     table = rows(run_dir)
     assert (
         len(table) == 8 and all(row["sync/audit_ok"] for row in table) and exactly_once(run_dir, 8)
@@ -142,16 +141,14 @@ def test_changes_go_to_engines_in_bf16_and_in_fp8(model, tmp_path):
 
 def test_groups_change_between_starts(model, tmp_path):
     run_dir = tmp_path / "run"
-    result = run(arguments(model, run_dir, "max_steps=4"))
-    assert result.returncode == 0, result.stderr
+    result = succeed(arguments(model, run_dir, "max_steps=4"))
     later_overrides = [
         "generator.groups.plain.engines=1",
         "generator.groups.plain.tp=2",
         "generator.groups.fp8=null",
         "generator.groups.half.engines=1",
     ]
-    result = run(arguments(model, run_dir, "max_steps=8", *later_overrides))
-    assert result.returncode == 0, result.stderr
+    result = succeed(arguments(model, run_dir, "max_steps=8", *later_overrides))
     assert "Changed: generator.groups.plain.tp=2, was null" in result.stdout
     assert (
         "1 engine TP2 of plain (unquantised) and 1 engine TP1 of half (unquantised)"
@@ -184,44 +181,24 @@ def test_engines_of_a_group_die_join_and_leave(model, tmp_path):
     joined: list[subprocess.Popen] = []
     driver_log = run_dir / "logs/generator.0.log"
 
-    def steps(count: int = 3) -> dict:
-        rows_before = len(rows(run_dir))
-        wait_until(
-            lambda: len(rows(run_dir)) >= rows_before + count, process, f"{count} steps", DEADLINE_S
-        )
-        return rows(run_dir)[-1]
+    def steps() -> dict:
+        return wait_for_more_steps(process, run_dir, 3)[-1]
 
     try:
-        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
+        wait_for_steps(process, run_dir, 2)
         engine(process, 2).kill()
-        wait_until(
-            lambda: "engine 2 is lost, 2 are left" in driver_log.read_text(),
-            process,
-            "notice of the loss",
-            DEADLINE_S,
-        )
-        wait_until(
-            lambda: "engines [2] serve version" in driver_log.read_text(),
-            process,
-            "return of engine 2",
-            DEADLINE_S,
-        )
+        wait_for_text(process, driver_log, "engine 2 is lost, 2 are left")
+        wait_for_text(process, driver_log, "engines [2] serve version")
         assert steps()["engines/serving/fp8"] == 1
         refused = run(["engines", "add", str(run_dir), "1"])
         assert refused.returncode == 2 and "must be --group NAME of plain, fp8" in refused.stderr
         joined.append(
             start(["engines", "add", str(run_dir), "1", "--group", "fp8"], tmp_path / "add")
         )
-        wait_until(
-            lambda: "engine 3 serves" in (tmp_path / "add").read_text(),
-            process,
-            "engine 3",
-            DEADLINE_S,
-        )
+        wait_for_text(process, tmp_path / "add", "engine 3 serves")
         row = steps()
         assert (row["engines/serving/plain"], row["engines/serving/fp8"]) == (2, 2)
-        removed = run(["engines", "remove", str(run_dir), "0"])
-        assert removed.returncode == 0, removed.stderr
+        succeed(["engines", "remove", str(run_dir), "0"])
         row = steps()
         assert (row["engines/serving/plain"], row["engines/serving/fp8"]) == (1, 2)
         process.terminate()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_tools import OVERRIDES, kill, make_model, rows, run, start, wait_until
+from run_tools import OVERRIDES, make_model, rows, run, started, succeed, wait_until
 
 from megarl.plan.checkpoints import complete_checkpoints
 
@@ -27,23 +27,18 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
         f"run_dir={run_dir}", *OVERRIDES,
         "algorithm.kl_coef=0.05", "lora.rank=4", "trainer.optimizer.lr=1e-2",
     ]  # fmt: skip
-    process = start(["train", *settings], log)
-    try:
+    with started(["train", *settings], log) as process:
         wait_until(
             lambda: any(step >= 2 for step, _ in complete_checkpoints(run_dir)),
             process,
             "second step's checkpoint",
-            timeout_s=240,
         )
-    finally:
-        kill(process)
     assert (
         "Adapters: rank 4, alpha 32, of all linear layers, A random by seed 0, B zero; the "
         "weights are frozen" in log.read_text()
     )
     assert "Adapters: sent alone, into the memory from which SGLang serves them" in log.read_text()
-    again = run(["train", *settings])
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = succeed(["train", *settings])
     assert f"Adapters: rank 4, of what the run began with, model.path={model}" in again.stdout
     table = rows(run_dir)
     assert [row["step"] for row in table] == list(range(6)) and all(
@@ -61,13 +56,12 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     adapter = tmp_path / "adapter"
     for output, options in ((merged, []), (adapter, ["--lora"])):
-        exported = run(["export", *settings, "--output", str(output), *options])
-        assert exported.returncode == 0, exported.stderr
+        succeed(["export", *settings, "--output", str(output), *options])
     assert json.loads((adapter / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(model)
     assert_same_logits(model, merged, adapter)
-    resumed = run(
+    resumed = succeed(
         [
             "train",
             *settings,
@@ -78,10 +72,9 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
             "algorithm.kl_coef=0",
         ]
     )
-    assert (
-        resumed.returncode == 0
-        and f"of all linear layers, lora.init={adapter}; the weights" in resumed.stdout
-    ), resumed.stderr
+    assert f"of all linear layers, lora.init={adapter}; the weights" in resumed.stdout, (
+        resumed.stderr
+    )
     refused = run(["train", *settings, "lora.alpha=16"])
     assert refused.returncode == 2 and "lora.alpha=16.0: the run in run_dir" in refused.stderr
     (file,) = model.glob("*.safetensors")

@@ -14,7 +14,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from run_tools import OVERRIDES, SAMPLES, kill, make_model, rows, run, start, wait_until
+from json_files import write_json_lines
+from run_tools import SAMPLES, quickstart, rows, started, succeed, trained_ordinals, wait_for_steps
 
 from megarl.config.load import load_config
 from megarl.data.order import outside_band, train_mixture
@@ -33,13 +34,8 @@ STARTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("mixture") / "model")
-
-
 def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(path, rows)
     return path
 
 
@@ -73,39 +69,20 @@ def test_each_step_has_its_share_of_each_source(model: Path, tmp_path: Path) -> 
     ]
     for number, settings in enumerate(STARTS):
         before = len(rows(run_dir))
-        arguments = [
-            "train",
-            "configs/quickstart.yaml",
-            f"model.path={model}",
-            f"run_dir={run_dir}",
-            *OVERRIDES,
-            *weights,
-            *settings,
-        ]
-        process = start(arguments, tmp_path / f"log.{number}")
-        try:
+        arguments = quickstart(model, run_dir, *weights, *settings)
+        with started(arguments, tmp_path / f"log.{number}") as process:
             if number < len(STARTS) - 1:
-                wait_until(
-                    lambda: len(rows(run_dir)) >= before + 4,
-                    process,
-                    "fourth step more",
-                    timeout_s=280,
-                )
+                wait_for_steps(process, run_dir, before + 4)
                 time.sleep(chance.random())
             else:
                 assert process.wait(timeout=280) == 0, (tmp_path / f"log.{number}").read_text()
-        finally:
-            kill(process)
 
     config = load_config(run_dir / "config.yaml")
     mixture = train_mixture(config)
     sources = load_sources(
         config, config.data.train, "data.train", mixture, "whole", "prompts", tokens=lambda row: 0
     )
-    lines = [
-        json.loads(line)["ordinals"]
-        for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
-    ]
+    lines = trained_ordinals(run_dir)
     assert len(lines) == STEPS and mixture.counts(0, 18) == [6, 4, 8]
     for step, (ordinals, row) in enumerate(zip(lines, rows(run_dir), strict=True)):
         counts = Counter(mixture.names[mixture.source(ordinal)] for ordinal in ordinals)
@@ -208,8 +185,7 @@ def test_warm_start_keeps_the_weights_of_the_lowest_loss(
         "observe.trackers=[]",
         *settings,
     ]
-    ended = run(["sft", *base])
-    assert ended.returncode == 0, ended.stderr
+    succeed(["sft", *base])
     measured = {
         row["step"]: row["eval/loss"] for row in rows(run_dir / "sft") if "eval/loss" in row
     }

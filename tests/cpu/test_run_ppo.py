@@ -9,7 +9,17 @@ import json
 from pathlib import Path
 
 import pytest
-from run_tools import OVERRIDES, PROMPTS, kill, make_model, rows, run, start, wait_until
+from run_tools import (
+    OVERRIDES,
+    PROMPTS,
+    make_model,
+    rows,
+    run,
+    started,
+    succeed,
+    trained_ordinals,
+    wait_until,
+)
 
 from megarl.plan.checkpoints import complete_checkpoints
 
@@ -34,22 +44,16 @@ def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
         "reward_model.batch_size=4",
         "reward_model.data.source=synthetic:chain",
     ]  # fmt: skip
-    completed = run(["reward-model", *settings])
-    assert completed.returncode == 0, completed.stderr
-    process = start(["train", *settings], log)
-    try:
+    succeed(["reward-model", *settings])
+    with started(["train", *settings], log) as process:
         wait_until(
             lambda: any(step >= 4 for step, _ in complete_checkpoints(run_dir)),
             process,
             "fourth step's checkpoint",
-            timeout_s=240,
         )
-    finally:
-        kill(process)
     _, checkpoint = complete_checkpoints(run_dir)[-1]
     assert (checkpoint / "critic/index.msgpack").exists()
-    again = run(["train", *settings])
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = succeed(["train", *settings])
     assert (
         f"Critic: roles.critic.path={run_dir}/reward_model/hf, a reward model, 2 steps before the "
         "policy\n" in log.read_text()
@@ -71,14 +75,8 @@ def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
         assert (
             ("agreement/histogram" in row) == ("agreement/age_1/ess" in row) == (row["step"] >= 2)
         ), "the policy's first optimizer step"
-    lines = [
-        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
-    ]
-    assert sorted(itertools.chain(*(line["ordinals"] for line in lines))) == list(
-        range(8 * PROMPTS)
-    )
-    exported = run(["export", *settings, "--output", str(tmp_path / "policy")])
-    assert exported.returncode == 0, exported.stderr
+    assert sorted(itertools.chain(*trained_ordinals(run_dir))) == list(range(8 * PROMPTS))
+    succeed(["export", *settings, "--output", str(tmp_path / "policy")])
     assert json.loads((tmp_path / "policy/config.json").read_text())["architectures"] == [
         "LlamaForCausalLM"
     ]

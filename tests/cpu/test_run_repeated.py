@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from run_tools import OVERRIDES, environment, make_model, rows, run
+from run_tools import OVERRIDES, environment, json_lines, make_model, rows, succeed
 from safetensors.torch import load_file
 
 from megarl.plan.checkpoints import complete_checkpoints
@@ -37,17 +36,12 @@ SMALL_BATCHES = ["generator.engines=2", "generator.max_concurrency=3"]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("run") / "model")
-
-
-@pytest.fixture(scope="module")
 def first(model, tmp_path_factory) -> Path:
     return train(model, tmp_path_factory.mktemp("first") / "run")
 
 
 def train(model: Path, run_dir: Path, *overrides: str) -> Path:
-    completed = run(
+    succeed(
         [
             "train",
             "configs/quickstart.yaml",
@@ -59,7 +53,6 @@ def train(model: Path, run_dir: Path, *overrides: str) -> Path:
         # the second worker of an engine dies in a fork of a fork
         imported="generator.tp=2" not in overrides,
     )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     return run_dir
 
 
@@ -88,9 +81,7 @@ def numbers(run_dir: Path) -> list[dict]:
 
 
 def samples(run_dir: Path) -> list[dict]:
-    return [
-        json.loads(line) for line in (run_dir / "rollouts/samples.jsonl").read_text().splitlines()
-    ]
+    return json_lines(run_dir / "rollouts/samples.jsonl")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -156,7 +147,7 @@ def test_run_equals_plain_synchronous_loop(model, first, tmp_path) -> None:
         timeout=300,
     )
     assert plain.returncode == 0, plain.stdout + plain.stderr
-    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    steps = json_lines(tmp_path / "steps.jsonl")
     groups = [group for step in steps for group in step["groups"]]
     assert groups == [
         [[sample["text"], sample["reward"]] for sample in group["samples"]]

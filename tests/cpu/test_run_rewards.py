@@ -4,31 +4,18 @@ scores fail.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
-from run_tools import OVERRIDES, PROMPTS, SAMPLES, make_model, rows, run
+from json_files import write_json_lines
+from run_tools import PROMPTS, SAMPLES, quickstart, rows, run
 
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("rewards") / "model")
-
-
 def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        "trainer.tp=1",
-        *overrides,
-    ]
+    return quickstart(model, run_dir, "trainer.tp=1", *overrides)
 
 
 def test_too_many_failed_rewards_end_the_run(model: Path, tmp_path: Path) -> None:
@@ -38,11 +25,8 @@ def test_too_many_failed_rewards_end_the_run(model: Path, tmp_path: Path) -> Non
     """
     run_dir = tmp_path / "run"
     data = tmp_path / "train.jsonl"
-    data.write_text(
-        "".join(
-            json.dumps({"question": f"{i}+1=", "answer": str(i + 1), "level": i % 2}) + "\n"
-            for i in range(8)
-        )
+    write_json_lines(
+        data, ({"question": f"{i}+1=", "answer": str(i + 1), "level": i % 2} for i in range(8))
     )
     overrides = [
         f"data.train.source={data}",

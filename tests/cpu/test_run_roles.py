@@ -15,6 +15,7 @@ from statistics import fmean
 import psutil
 import pytest
 import torch
+from json_files import write_json_lines
 from reward_models import hf_score, make_scores
 from run_tools import (
     OVERRIDES,
@@ -26,7 +27,7 @@ from run_tools import (
     run,
     start,
     title,
-    wait_until,
+    wait_for_steps,
 )
 from sglang_engine import hf_model
 
@@ -161,12 +162,7 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
     model = make_model(tmp_path / "model")
     scores = make_scores(tmp_path / "scores", "Qwen3ForSequenceClassification")
     judge = make_model(tmp_path / "judge", initializer_range=0.3)
-    data.write_text(
-        "".join(
-            json.dumps({"question": f"{i}+1=", "answer": "1"}) + "\n"
-            for i in range(PROMPTS * STEPS)
-        )
-    )
+    write_json_lines(data, ({"question": f"{i}+1=", "answer": "1"} for i in range(PROMPTS * STEPS)))
     process = start(
         [
             "train",
@@ -176,7 +172,7 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
         ],
         log,
     )
-    wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step", 240)
+    wait_for_steps(process, run_dir, 1)
     serves = [child for child in descendants(process) if str(scores) in title(child)]
     psutil.Process(min(child.pid for child in serves)).kill()
     assert process.wait(400) == 0, log.read_text()[-4000:]

@@ -7,7 +7,17 @@ from __future__ import annotations
 import re
 
 import pytest
-from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, title, wait_until
+from run_tools import (
+    descendants,
+    make_model,
+    quickstart,
+    rows,
+    started,
+    title,
+    wait_for_more_steps,
+    wait_for_steps,
+    wait_for_text,
+)
 
 from megarl.plan.checkpoints import complete_checkpoints
 
@@ -25,39 +35,17 @@ def test_run_with_shared_gpus_survives_its_engine(tmp_path):
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
     model = make_model(tmp_path / "model")
-    common = [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        "trainer.tp=1",
-        "eval.limit=1",
-    ]
-    process = start([*common, "max_steps=100000", "cluster.share_gpus=true"], log)
-    try:
-        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
+    common = quickstart(model, run_dir, "trainer.tp=1", "eval.limit=1")
+    with started([*common, "max_steps=100000", "cluster.share_gpus=true"], log) as process:
+        wait_for_steps(process, run_dir, 2)
         next(
             child for child in descendants(process) if "megarl.generator.server" in title(child)
         ).kill()
         driver_log = run_dir / "logs/generator.0.log"
-        wait_until(
-            lambda: "engines [0] serve version" in driver_log.read_text(),
-            process,
-            "return of the engine",
-            DEADLINE_S,
-        )
-        finished_steps = len(rows(run_dir))
-        wait_until(
-            lambda: len(rows(run_dir)) >= finished_steps + 4,
-            process,
-            "steps with the new engine",
-            DEADLINE_S,
-        )
+        wait_for_text(process, driver_log, "engines [0] serve version")
+        wait_for_more_steps(process, run_dir, 4)
         next(child for child in descendants(process) if "trainer 0" in title(child)).kill()
         process.wait(timeout=60)
-    finally:
-        kill(process)
     output = log.read_text()
     assert process.returncode == 1 and "trainer.0 was killed by SIGKILL" in output, output
     assert "Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus)" in output
@@ -67,11 +55,8 @@ def test_run_with_shared_gpus_survives_its_engine(tmp_path):
         for row in table
     )
     last, _ = complete_checkpoints(run_dir)[-1]
-    process = start([*common, f"max_steps={last + 2}", "cluster.share_gpus=false"], log)
-    try:
+    with started([*common, f"max_steps={last + 2}", "cluster.share_gpus=false"], log) as process:
         process.wait(timeout=DEADLINE_S)
-    finally:
-        kill(process)
     output = log.read_text()
     assert process.returncode == 0 and "Changed: cluster.share_gpus=false, was true" in output, (
         output

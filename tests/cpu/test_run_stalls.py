@@ -9,18 +9,19 @@ import re
 
 import psutil
 import pytest
-from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, title, wait_until
+from run_tools import (
+    descendants,
+    quickstart,
+    started,
+    title,
+    wait_for_steps,
+)
 
 pytestmark = pytest.mark.timeout(900)
 WAIT_S = 20
 # which deadline comes first depends on the moment
 WAITED = r"(trainer\.[01]|generator\.0) waited \d+ s for "
 STOPPED = r"; it is stopped \(SIGSTOP, or a debugger\)   <- not waiting"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("stalls") / "model")
 
 
 def process_of(process, *words: str) -> psutil.Process:
@@ -64,23 +65,10 @@ def test_a_process_that_is_stopped_is_found_and_named(
         "checkpoint.every=0",
         "eval.limit=1",
     ]
-    process = start(
-        [
-            "train",
-            "configs/quickstart.yaml",
-            f"model.path={model}",
-            f"run_dir={run_dir}",
-            *OVERRIDES,
-            *overrides,
-        ],
-        log,
-    )
-    try:
-        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=300)
+    with started(quickstart(model, run_dir, *overrides), log) as process:
+        wait_for_steps(process, run_dir, 2)
         process_of(process, *process_name).suspend()
         process.wait(timeout=6 * WAIT_S)
-    finally:
-        kill(process)
     output = log.read_text()
     assert process.returncode == 1, output
     assert re.search(message, output) and re.search(named, output), output

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from pathlib import Path
 
 import pytest
 from run_tools import (
-    OVERRIDES,
     PROMPTS,
     descendants,
-    kill,
-    make_model,
+    quickstart,
     rows,
     run,
-    start,
+    started,
+    trained_ordinals,
+    wait_for_steps,
     wait_until,
 )
 from waiting_transport import ASK, FOLDER, REACHED, settings
@@ -26,28 +25,8 @@ from megarl.plan.checkpoints import complete_checkpoints
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("stop") / "model")
-
-
-def trained(run_dir: Path) -> list[int]:
-    lines = [
-        json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()
-    ]
-    return sorted(itertools.chain(*(line["ordinals"] for line in lines)))
-
-
 def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        "checkpoint.every=0",
-        *overrides,
-    ]
+    return quickstart(model, run_dir, "checkpoint.every=0", *overrides)
 
 
 @pytest.mark.long
@@ -72,17 +51,14 @@ def test_stopped_run_saves_its_step_and_goes_on(model, tmp_path, monkeypatch):
         ).returncode
         == 0
     )
-    process = start(arguments(model, run_dir, *streaming, "max_steps=100000"), log)
-    try:
-        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=240)
+    with started(arguments(model, run_dir, *streaming, "max_steps=100000"), log) as process:
+        wait_for_steps(process, run_dir, 2)
         (tmp_path / ASK).touch()
         wait_until((tmp_path / REACHED).exists, process, "an update in its middle")
         for member in [process, *descendants(process)]:
             member.send_signal(signal.SIGTERM)
         (tmp_path / ASK).unlink()
         process.wait(timeout=150)
-    finally:
-        kill(process)
     output = log.read_text()
     steps = len(rows(run_dir))
     assert process.returncode == 143, output
@@ -94,18 +70,13 @@ def test_stopped_run_saves_its_step_and_goes_on(model, tmp_path, monkeypatch):
     )
     for folder in (model, warm_start):
         (folder / "model.safetensors").unlink()
-    again = start(
+    with started(
         arguments(model, run_dir, *streaming, "max_steps=100000", "rollout.temperature=0.9"), log
-    )
-    try:
-        wait_until(
-            lambda: len(rows(run_dir)) >= steps + 2, again, "second step after it", timeout_s=240
-        )
+    ) as again:
+        wait_for_steps(again, run_dir, steps + 2)
         # Ctrl-C reaches only the launcher: its children have sessions of their own
         again.send_signal(signal.SIGINT)
         again.wait(timeout=150)
-    finally:
-        kill(again)
     output = log.read_text()
     before = steps
     steps = len(rows(run_dir))
@@ -129,4 +100,4 @@ def test_stopped_run_saves_its_step_and_goes_on(model, tmp_path, monkeypatch):
     # the run may stop before the engine confirms the update at the beginning of the last step
     *confirmed, last = rows(run_dir)[before:]
     assert all(row["sync/audit_ok"] for row in confirmed) and last.get("sync/audit_ok", True)
-    assert trained(run_dir) == list(range(steps * PROMPTS))
+    assert sorted(itertools.chain(*trained_ordinals(run_dir))) == list(range(steps * PROMPTS))

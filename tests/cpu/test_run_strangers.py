@@ -13,7 +13,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_tools import OVERRIDES, descendants, make_model, rows, start, title, wait_until
+from run_tools import (
+    descendants,
+    make_model,
+    quickstart,
+    rows,
+    start,
+    title,
+    wait_for_steps,
+    wait_until,
+)
 
 STRANGER = 54_321  # a user id is enough: no account need exist
 GROWTH_BYTES = 64 << 20
@@ -65,19 +74,9 @@ def test_another_user_reaches_nothing(open_folder, monkeypatch):
     ]
     model = make_model(open_folder / "model", "qwen3_moe")
     overrides = ["max_steps=100000", "checkpoint.every=0", "eval.limit=4", *shape]
-    run = start(
-        [
-            "train",
-            "configs/quickstart.yaml",
-            f"model.path={model}",
-            f"run_dir={run_dir}",
-            *OVERRIDES,
-            *overrides,
-        ],
-        log,
-    )
+    run = start(quickstart(model, run_dir, *overrides), log)
     try:
-        wait_until(lambda: len(rows(run_dir)) >= 1, run, "first step", 240)
+        wait_for_steps(run, run_dir, 1)
         processes = [psutil.Process(run.pid), *descendants(run)]
         [scratch] = temporary.glob("megarl-*")
         listeners = {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import INTERFACE, Hosts, missing
-from run_tools import OVERRIDES, ROOT, command, make_model, rows
+from run_tools import ROOT, command, quickstart, rows
 
 pytestmark = [
     pytest.mark.matrix,
@@ -23,11 +23,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 NOTICED_S = 15
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("run") / "model")
 
 
 def start(hosts: Hosts, arguments: list[str], folder: Path) -> list[subprocess.Popen]:
@@ -73,15 +68,7 @@ def test_cut_link_between_hosts_is_reported(transport, model, tmp_path):
         f"weights.transport={transport}",
     ]
     deadlines = [f"timeouts.{key}={NOTICED_S}" for key in ("weights_s", "request_s", "rollouts_s")]
-    arguments = [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        *places,
-        *deadlines,
-    ]
+    arguments = quickstart(model, run_dir, *places, *deadlines)
     with Hosts() as hosts:
         launchers = start(
             hosts,
@@ -131,15 +118,7 @@ def test_hosts_without_ipv4(transport, model, tmp_path):
         f"launch.interface={INTERFACE}",
         f"weights.transport={transport}",
     ]
-    arguments = [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        *places,
-        "max_steps=3",
-    ]
+    arguments = quickstart(model, run_dir, *places, "max_steps=3")
     with Hosts(ipv6=True) as hosts:
         launchers = start(hosts, arguments, tmp_path)
         try:
@@ -168,15 +147,7 @@ def test_engines_pass_on_what_the_trainers_link_need_not_carry(relay, model, tmp
         "launch.ranks_per_node=1",
         f"launch.interface={INTERFACE}",
     ]
-    arguments = [
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"run_dir={run_dir}",
-        *OVERRIDES,
-        *places,
-        "max_steps=100000",
-    ]
+    arguments = quickstart(model, run_dir, *places, "max_steps=100000")
     with Hosts(4, rate="20mbit") as hosts:
         launchers = start(
             hosts,

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import batch_of
+from plain_training import ADAM, adamw, assert_same_weights, optimizer_step, policy_mask, weights_of
 from test_trainer_minibatches import CONFIG
 from trainer_cases import VOCAB, save_model
 from trainer_processes import saved, spawn
@@ -20,7 +21,7 @@ from trainer_reference import load_float64
 from trainer_rig import sequences
 
 # after trainer_reference, which makes it importable without CUDA
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megarl.algorithms.batches import cut_into_minibatches
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
@@ -35,13 +36,6 @@ MINIBATCHES = 2
 SEED = 5
 COEF = 0.5
 RHO = 4.0
-ADAM: dict[str, Any] = {
-    "lr": 1e-2,
-    "betas": (0.9, 0.95),
-    "eps": 1e-3,
-    "weight_decay": 0.1,
-    "clip_grad": 0.5,
-}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp2": ({"dp": 2}, {}),
     "tp2": ({"tp": 2}, {}),
@@ -170,13 +164,7 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
     over, k, temperature, name, names, on_trainer = CASES[case]
     policy = load_float64(out / "policy")
     batch_results = []
-    groups = [
-        {"params": [p for p in policy.parameters() if p.dim() > 1]},
-        {"params": [p for p in policy.parameters() if p.dim() == 1]},
-    ]
-    for group, decay in zip(groups, (ADAM["weight_decay"], 0.0)):
-        group["weight_decay"] = decay
-    adam = torch.optim.AdamW(groups, lr=ADAM["lr"], betas=ADAM["betas"], eps=ADAM["eps"])
+    adam = adamw(policy, ADAM)
     for batch in batches:
         optimizer_steps = []
         sums = {teacher: [0.0, 0] for teacher in names}
@@ -189,11 +177,7 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
             tokens = 0
             for place in (3 * group + i for group in minibatch for i in range(3)):
                 sample = batch.numbers[place]
-                loss_mask = torch.tensor(
-                    sample.policy_mask
-                    if sample.policy_mask is not None
-                    else [True] * len(sample.token_ids)
-                )
+                loss_mask = policy_mask(sample)
                 log_p = distribution(policy, sample, temperature)
                 sampled = torch.tensor(sample.token_ids).long()[:, None]
                 now = log_p.gather(-1, sampled)[:, 0]
@@ -227,18 +211,15 @@ def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any
                     ]
                 loss = loss - (weight * advantage * now)[loss_mask].sum()
                 tokens += int(loss_mask.sum())
-            adam.zero_grad()
             loss = loss / tokens
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), ADAM["clip_grad"]).item()
-            adam.step()
+            norm = optimizer_step(policy, adam, ADAM, loss, ADAM["lr"])
             optimizer_steps.append((loss.item(), norm))
         means = {teacher: total / count for teacher, (total, count) in sums.items()}
         batch_results.append(
             {
                 "told": optimizer_steps,
                 "means": means,
-                "weights": {key: value.clone() for key, value in policy.state_dict().items()},
+                "weights": weights_of(policy),
             }
         )
     return batch_results
@@ -300,17 +281,7 @@ def test_distillation_equals_a_plain_loop(runs: Path, case: str, layout: str) ->
             assert metrics["distill/kl"] == pytest.approx(
                 sum(WEIGHTS[teacher] * mean for teacher, mean in want["means"].items()), rel=1e-4
             )
-        got = AutoModelForCausalLM.from_pretrained(
-            runs / f"{case}.{layout}.{step}.hf", dtype=torch.float32
-        ).state_dict()
-        for key, tensor in want["weights"].items():
-            torch.testing.assert_close(
-                got[key].double(),
-                tensor,
-                rtol=0,
-                atol=2e-5,
-                msg=lambda m, key=key: f"{step} {key}: {m}",
-            )
+        assert_same_weights(runs / f"{case}.{layout}.{step}.hf", want["weights"])
 
 
 @cache

@@ -4,19 +4,28 @@ model in float64.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from batches import batch_of
+from plain_training import (
+    WARMED_UP,
+    adamw,
+    assert_same_weights,
+    learning_rate,
+    optimizer_step,
+    policy_mask,
+    weight_files,
+    weights_of,
+)
 from trainer_cases import VOCAB, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import load_float64
 
 # after trainer_reference, which makes it importable without CUDA
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megarl.algorithms.batches import cut_into_minibatches
 from megarl.base.rollout_types import Batch, Group, Prompt, Sample
@@ -28,12 +37,6 @@ MINIBATCHES = 2
 EPOCHS = 2
 SEED = 5
 TEMPERATURE = 0.7
-# Adam's eps is as large as the gradients' elements, so that a step on a gradient near zero does not
-# amplify float32's rounding.
-ADAM: dict[str, Any] = {
-    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3,
-    "schedule": "cosine", "clip_grad": 0.5,
-}  # fmt: skip
 CAP = 2.0
 BETA = 0.5
 BONUS = 0.05
@@ -176,25 +179,12 @@ def plain_loop(
     start = load_float64(folder)
     batch_results = []
     position = 0
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
-        {"params": [p for p in model.parameters() if p.dim() == 1]},
-    ]
-    for group, decay in zip(groups, (ADAM["weight_decay"], 0.0)):
-        group["weight_decay"] = decay
-    adam = torch.optim.AdamW(groups, betas=ADAM["betas"], eps=ADAM["eps"])
-    total = 12
-    warmup = ADAM["warmup_steps"]
+    adam = adamw(model, WARMED_UP)
     for batch in batches:
         optimizer_steps = []
         numbers = batch.numbers
         n = 3
-        masks = {
-            place: torch.tensor(
-                s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)
-            )
-            for place, s in numbers.items()
-        }
+        masks = {place: policy_mask(sample) for place, sample in numbers.items()}
         mu = {place: torch.tensor(s.logprobs, dtype=torch.float64) for place, s in numbers.items()}
         with torch.no_grad():
             prox = {
@@ -254,19 +244,11 @@ def plain_loop(
                     loss = loss + of_responses(
                         ratio, [batch.samples[place].reward for place in places], *sums
                     ) / len(minibatch)
-            adam.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item()
             position += 1
-            cosine = 0.5 * (1 + math.cos(math.pi * (position - warmup) / (total - warmup)))
-            rate = ADAM["lr"] * (position / warmup if position <= warmup else 0.1 + 0.9 * cosine)
-            for group in adam.param_groups:
-                group["lr"] = rate
-            adam.step()
+            rate = learning_rate(WARMED_UP, position, total=12)
+            norm = optimizer_step(model, adam, WARMED_UP, loss, rate)
             optimizer_steps.append((loss.item(), norm, rate))
-        batch_results.append(
-            (optimizer_steps, {name: value.clone() for name, value in model.state_dict().items()})
-        )
+        batch_results.append((optimizer_steps, weights_of(model)))
     return batch_results
 
 
@@ -281,7 +263,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": str(out / "hf"),
         "batches": str(out / "batches.pt"),
         "config": str(CONFIG),
-        "optimizer": ADAM,
+        "optimizer": WARMED_UP,
     }
     common = [
         f"rollout.prompts_per_step={GROUPS}",
@@ -334,7 +316,7 @@ def test_batches_of_several_steps_equal_a_plain_loop(
     # the ratio of a whole response multiplies the errors of up to ten tokens
     rel = 1e-3 if ratio == "proximal_rloo" else 1e-4
     for step, (expected, weights) in enumerate(plain_loop(runs / "hf", batches, ratio)):
-        assert max(norm for _, norm, _ in expected) > ADAM["clip_grad"]
+        assert max(norm for _, norm, _ in expected) > WARMED_UP["clip_grad"]
         for rank in ranks:
             optimizer_steps, metrics = rank["told"][step]
             for actual, want in zip(optimizer_steps, expected, strict=True):
@@ -354,17 +336,7 @@ def test_batches_of_several_steps_equal_a_plain_loop(
                     0 < metrics["behavior_ratio/capped_fraction"] < 0.5
                     and 0 < metrics["is_ratio/clipped_fraction"] < 0.9
                 )
-        got = AutoModelForCausalLM.from_pretrained(
-            runs / f"{ratio}.{layout}.{step}.hf", dtype=torch.float32
-        ).state_dict()
-        for name, tensor in weights.items():
-            torch.testing.assert_close(
-                got[name].double(),
-                tensor,
-                rtol=0,
-                atol=2e-5,
-                msg=lambda m, name=name: f"{step} {name}: {m}",
-            )
+        assert_same_weights(runs / f"{ratio}.{layout}.{step}.hf", weights)
 
 
 @pytest.mark.parametrize(("ratio", "layout"), RESUMED)
@@ -377,11 +349,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, ratio: str, layo
             resumed["told"] == uninterrupted["told"][2:]
             and resumed["held"] == uninterrupted["held"][2:]
         )
-    files = [runs / f"{ratio}.{layout}{suffix}.2.hf" for suffix in ("", ".resumed")]
-    uninterrupted_tensors, resumed_tensors = (
-        {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in files
-    )
-    assert uninterrupted_tensors and uninterrupted_tensors == resumed_tensors
+    last = f"{ratio}.{layout}"
+    assert weight_files(runs / f"{last}.2.hf") == weight_files(runs / f"{last}.resumed.2.hf")
 
 
 def test_ranks_held_no_more_than_they_trained_on(runs: Path) -> None:

@@ -4,7 +4,6 @@ float64.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_training import (
+    WARMED_UP,
+    adamw,
+    assert_same_weights,
+    learning_rate,
+    optimizer_step,
+    policy_mask,
+    weight_files,
+    weights_of,
+)
 from test_trainer_minibatches import CONFIG, GROUPS, SEED, TEMPERATURE, logprobs_of, random_batches
 from trainer_cases import save_model
 from trainer_processes import saved, spawn
@@ -24,11 +33,7 @@ from megarl.plan.checkpoints import CheckpointError, check_checkpoint_files
 
 pytestmark = pytest.mark.long
 
-ADAM: dict[str, Any] = {
-    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3,
-    "schedule": "cosine", "clip_grad": 0.5,
-}  # fmt: skip
-OF_CRITIC = ADAM | {
+OF_CRITIC = WARMED_UP | {
     "lr": 5e-3,
     "weight_decay": 0.0,
     "warmup_steps": 0,
@@ -74,40 +79,6 @@ def values_of(model: PreTrainedModel, sample: Any) -> torch.Tensor:
     ]
 
 
-def adam(model: PreTrainedModel, settings: dict[str, Any]) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
-        {"params": [p for p in model.parameters() if p.dim() == 1]},
-    ]
-    for group, decay in zip(groups, (settings["weight_decay"], 0.0)):
-        group["weight_decay"] = decay
-    return torch.optim.AdamW(groups, betas=settings["betas"], eps=settings["eps"])
-
-
-def rate(settings: dict[str, Any], position: int) -> float:
-    if settings["schedule"] == "constant":
-        return settings["lr"]
-    warmup = settings["warmup_steps"]
-    cosine = 0.5 * (1 + math.cos(math.pi * (position - warmup) / (STEPS - warmup)))
-    return settings["lr"] * (position / warmup if position <= warmup else 0.1 + 0.9 * cosine)
-
-
-def make_step(
-    model: PreTrainedModel,
-    optimizer: torch.optim.AdamW,
-    settings: dict[str, Any],
-    loss: torch.Tensor,
-    position: int,
-) -> float:
-    optimizer.zero_grad()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad"]).item()
-    for group in optimizer.param_groups:
-        group["lr"] = rate(settings, position)
-    optimizer.step()
-    return norm
-
-
 def plain_loop(
     policy_folder: Path, critic_folder: Path, batches: list[Batch], name: str
 ) -> list[dict[str, Any]]:
@@ -120,21 +91,15 @@ def plain_loop(
     policy = load_float64(policy_folder)
     start = load_float64(policy_folder)
     critic = load_critic(critic_folder)
-    of_policy = adam(policy, ADAM)
-    of_critic = adam(critic, OF_CRITIC)
+    of_policy = adamw(policy, WARMED_UP)
+    of_critic = adamw(critic, OF_CRITIC)
     batch_results = []
     position = 0
-    critic_position = 0
     for batch in batches:
         numbers = batch.numbers
         advantages = {}
         returns = {}
-        masks = {
-            p: torch.tensor(
-                s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)
-            )
-            for p, s in numbers.items()
-        }
+        masks = {p: policy_mask(s) for p, s in numbers.items()}
         with torch.no_grad():
             old = {p: values_of(critic, s)[masks[p]] for p, s in numbers.items()}
             prox = {
@@ -196,9 +161,9 @@ def plain_loop(
                         / tokens
                     )
                 position += 1
-                step_record["norms"].append(
-                    (make_step(policy, of_policy, ADAM, loss, position), rate(ADAM, position))
-                )
+                rate = learning_rate(WARMED_UP, position, STEPS)
+                norm = optimizer_step(policy, of_policy, WARMED_UP, loss, rate)
+                step_record["norms"].append((norm, rate))
             loss = torch.zeros((), dtype=torch.float64)
             for p in places:
                 v = values_of(critic, numbers[p])[masks[p]]
@@ -209,13 +174,9 @@ def plain_loop(
                     / 2
                     / tokens
                 )
-            critic_position += 1
-            make_step(critic, of_critic, OF_CRITIC, loss, critic_position)
+            optimizer_step(critic, of_critic, OF_CRITIC, loss, OF_CRITIC["lr"])
             step_record["value/loss"].append(loss.item())
-        weights = {
-            role: {k: v.clone() for k, v in m.state_dict().items()}
-            for role, m in (("policy", policy), ("critic", critic))
-        }
+        weights = {"policy": weights_of(policy), "critic": weights_of(critic)}
         batch_results.append(step_record | {"weights": weights})
     return batch_results
 
@@ -242,7 +203,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {
             "run": "ppo", "name": f"{name}.{layout}{suffix}", "model": str(out / "untied"),
             "critic": str(critic_of(out, name)),
-            "batches": str(out / "batches.pt"), "config": str(CONFIG), "optimizer": ADAM,
+            "batches": str(out / "batches.pt"), "config": str(CONFIG), "optimizer": WARMED_UP,
             "critic_optimizer": OF_CRITIC,
             "topology": LAYOUTS[layout], "trainer": {"max_tokens_per_microbatch": 24},
             "overrides": [*common, *SETTINGS[name][0]],
@@ -294,17 +255,8 @@ def test_policy_and_critic_equal_a_plain_loop(runs: Path, name: str, layout: str
             clipped += values["value/clipped_fraction"]
         kinds = {"policy": AutoModelForCausalLM, "critic": AutoModelForSequenceClassification}
         for role, kind in kinds.items():
-            got = kind.from_pretrained(
-                runs / f"{name}.{layout}.{step}.{role}", dtype=torch.float32
-            ).state_dict()
-            for key, tensor in want["weights"][role].items():
-                torch.testing.assert_close(
-                    got[key].double(),
-                    tensor,
-                    rtol=0,
-                    atol=2e-5,
-                    msg=lambda m, key=key: f"{step} {role} {key}: {m}",
-                )
+            folder = runs / f"{name}.{layout}.{step}.{role}"
+            assert_same_weights(folder, want["weights"][role], kind)
     assert (clipped > 0) == (name == "shaped")
 
 
@@ -316,14 +268,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, name: str, layou
     ):
         assert resumed["told"] == uninterrupted["told"][2:]
     for role in ("policy", "critic"):
-        uninterrupted_tensors, resumed_tensors = (
-            {
-                path.name: path.read_bytes()
-                for path in (runs / f"{name}.{layout}{suffix}.2.{role}").glob("*.safetensors")
-            }
-            for suffix in ("", ".resumed")
-        )
-        assert uninterrupted_tensors and uninterrupted_tensors == resumed_tensors
+        folder = runs / f"{name}.{layout}.2.{role}"
+        resumed_folder = runs / f"{name}.{layout}.resumed.2.{role}"
+        assert weight_files(folder) == weight_files(resumed_folder)
 
 
 def test_every_byte_of_the_critic_is_accounted_for(runs: Path, tmp_path: Path) -> None:

@@ -25,9 +25,10 @@ from sglang_engine import (
     hf_rounding,
     make_checkpoint,
 )
-from test_weights_matrix import LAYOUTS, TRANSPORTS, key_file  # noqa: F401  a fixture
+from test_weights_matrix import LAYOUTS
 from weights_rig import (
     SEQUENCES,
+    TRANSPORTS,
     Generator,
     Parameters,
     Trainers,

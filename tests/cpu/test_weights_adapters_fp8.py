@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from sglang_engine import hf_difference, hf_rounding, make_checkpoint
 from test_weights_adapters import EACH, EXPORTS, LAYERS, Served, channels, check_ways, empty_on
 from test_weights_fp8 import SHAPE
-from test_weights_matrix import TRANSPORTS, key_file  # noqa: F401  a fixture
-from weights_rig import SEQUENCES, Trainers, open_generator
+from weights_rig import SEQUENCES, TRANSPORTS, Trainers, open_generator
 
 from megarl.generator.hooks import server_arguments
 from megarl.lora.files import TENSORS_FILE

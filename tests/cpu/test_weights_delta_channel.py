@@ -33,7 +33,6 @@ from megarl.messaging.messages import WeightsGrant, decode
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.commands import Recall
 from megarl.weight_sync.transports.base import GLOO, SHARED_MEMORY
-from megarl.weight_sync.workers import Workers, connect
 
 SHARE = 0.02  # this share of the elements changes between versions (weights_worker.Job.changing)
 
@@ -59,16 +58,7 @@ def forgotten(site: Site) -> None:
     """Makes the engine's workers forget what the previous test left, since `site` has overwritten
     it.
     """
-
-    async def forget() -> None:
-        with contextlib.closing(Hub("generator.0", site.key)) as hub:
-            workers = Workers([site.generator.client], [site.generator.engine.tp], hub, DEADLINE_S)
-            await site.generator.client.begin_update(DEADLINE_S)
-            await connect(workers, str(site.key_file))
-            await workers.run_all(Recall())
-            await site.generator.client.end_update(DEADLINE_S)
-
-    site.generator.run(forget())
+    site.generator.in_update(site.key_file, lambda workers: workers.run_all(Recall()))
 
 
 def begin(site: Site, hub, kind: str, versions: int, **changes: Any):

@@ -24,31 +24,24 @@ from fp8_reference import Quantised
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
 from weights_rig import (
     SEQUENCES,
+    TRANSPORTS,
     Generator,
     OneAtATime,
-    Parameters,
+    Result,
     open_generator,
-    receiver,
+    receive,
     unequal,
 )
-from weights_worker import DEADLINE_S, Job, Sync
+from weights_worker import Job, Sync
 
 from megarl.base.geometry import GeneratorTopology
-from megarl.config.errors import ConfigError
 from megarl.generator.hooks import server_arguments
 from megarl.messaging.link import Hub, RunKey
 from megarl.models import llama
 from megarl.models.registry import load_spec
-from megarl.reshard.layout import Layout, LayoutError, generator_layout
-from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.weight_sync.transports.mooncake import open_engine
-from megarl.weight_sync.workers import Workers, connect, settle_layout
-
-try:
-    open_engine("127.0.0.1", "tcp")
-    TRANSPORTS = (SHARED_MEMORY, GLOO, MOONCAKE)
-except ConfigError:  # test_transports_mooncake.py is skipped with the reason
-    TRANSPORTS = (SHARED_MEMORY, GLOO)
+from megarl.reshard.layout import LayoutError, generator_layout
+from megarl.weight_sync.transports.base import SHARED_MEMORY
+from megarl.weight_sync.workers import settle_layout
 
 SHAPE = {
     "hidden_size": 192,
@@ -150,17 +143,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def key_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("key") / "key"
-    RunKey.generate().save(path)
-    return path
-
-
-# the engine's parameters, and the log-probs of SEQUENCES
-Result = tuple[Parameters, list[list[float]]]
-
-
 @dataclass
 class SyncedInFp8:
     checkpoint: Path
@@ -214,7 +196,7 @@ def test_an_engine_that_quantises_another_set_is_refused_by_name(engines, key_fi
         SETTINGS[0].quantization,
     )
     with pytest.raises(LayoutError) as error:
-        synced.generator.run(settle(synced.generator, key_file, layout))
+        synced.generator.in_update(key_file, lambda workers: settle_layout(workers, layout))
     live, planned = (
         f"((192, 256), (256, 1), '{dtype}')" for dtype in ("float8_e4m3fn", "bfloat16")
     )
@@ -226,17 +208,6 @@ def test_an_engine_that_quantises_another_set_is_refused_by_name(engines, key_fi
     assert f"generator rank 0 has {name}_scale_inv, which the layout does not know" in str(
         error.value
     )
-
-
-async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
-    with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
-        workers = Workers([generator.client], [generator.engine.tp], hub, DEADLINE_S)
-        await generator.client.begin_update(DEADLINE_S)
-        try:
-            await connect(workers, str(key_file))
-            await settle_layout(workers, layout)
-        finally:
-            await generator.client.end_update(DEADLINE_S)
 
 
 @pytest.mark.parametrize("setting, layout", CASES)
@@ -287,14 +258,6 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
         compare_with_fresh_engine(
             setting, reference.save(job.export, tmp_path / "fp8"), key_file, tmp_path, results[-1]
         )
-
-
-def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
-    """Receives one update into noise, and audits it."""
-    generator.set_version(sync.version - 1)
-    generator.scramble()
-    generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
-    return generator.memory(), generator.score(SEQUENCES)
 
 
 def compare_with_fresh_engine(

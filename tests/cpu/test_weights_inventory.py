@@ -4,8 +4,7 @@ constant, or listed as none of these.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ import pytest
 import torch
 from sglang_engine import make_checkpoint
 from test_weights_fp8 import OF_FAMILY, SHAPE
-from weights_rig import Generator, open_generator
-from weights_worker import DEADLINE_S
+from weights_rig import open_generator
 
 from megarl.generator.hooks import server_arguments
-from megarl.messaging.link import Hub, RunKey
 from megarl.weight_sync.audit import AuditError
-from megarl.weight_sync.workers import Workers, connect, watch
+from megarl.weight_sync.workers import Workers, watch
 
 DOWN = "model.layers.0.mlp.down_proj"
 # of DOWN; SGLang 0.5.23 also gives it to the module before DOWN
@@ -35,28 +32,6 @@ CASES = [
     ),
 ]
 ELSEWHERE = ["outside the model, 0", "outside the model, 1"]
-
-
-@pytest.fixture
-def key_file(tmp_path) -> Path:
-    RunKey.generate().save(tmp_path / "key")
-    return tmp_path / "key"
-
-
-def in_session(
-    generator: Generator, key_file: Path, body: Callable[[Workers], Coroutine[Any, Any, None]]
-) -> None:
-    async def run() -> None:
-        with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
-            workers = Workers([generator.client], [generator.engine.tp], hub, DEADLINE_S)
-            await generator.client.begin_update(DEADLINE_S)
-            await connect(workers, str(key_file))
-            try:
-                await body(workers)
-            finally:
-                await generator.client.end_update(DEADLINE_S)
-
-    generator.run(run())
 
 
 def listed_tensors(file: Path) -> Iterator[dict[str, Any]]:
@@ -82,8 +57,8 @@ def test_planted_tensors_are_refused_by_name_or_named(tmp_path, key_file, capsys
     with open_generator(
         checkpoint, "float32", 1, 1, tmp_path / "engine", entry=planted_engine.MAIN
     ) as generator:
-        in_session(generator, key_file, strict)
-        in_session(generator, key_file, named)
+        generator.in_update(key_file, strict)
+        generator.in_update(key_file, named)
     assert "3 unproven (147456 bytes), 2 unproven outside (98304 bytes)" in (
         printed := capsys.readouterr().out
     )
@@ -109,7 +84,7 @@ def test_an_engine_without_them_has_nothing_unproven(family, quantization, tmp_p
     with open_generator(
         checkpoint, "bfloat16", 1, 1, tmp_path / "engine", **server_arguments(quantization)
     ) as generator:
-        in_session(generator, key_file, strict)
+        generator.in_update(key_file, strict)
     tensors = list(listed_tensors(file))
     kinds = {entry["name"]: entry["kind"] for entry in tensors}
     assert {"written", "constant"} <= set(kinds.values()) and not any(

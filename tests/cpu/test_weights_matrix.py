@@ -27,31 +27,24 @@ from multi_token_checkpoint import NAMES, take_last_layer
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
 from weights_rig import (
     SEQUENCES,
+    TRANSPORTS,
     Generator,
     OneAtATime,
     Parameters,
+    Result,
     Trainers,
     names,
     open_generator,
-    receiver,
+    receive,
     unequal,
 )
 from weights_worker import Job, Sync
 
 from megarl.base.geometry import DP_ATTENTION_FAMILIES
-from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.messaging.link import Hub, RunKey
 from megarl.speculative.plan import arguments
 from megarl.speculative.settings import SpeculativeConfig
-from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.weight_sync.transports.mooncake import open_engine
-
-try:
-    open_engine("127.0.0.1", "tcp")
-    TRANSPORTS = (SHARED_MEMORY, GLOO, MOONCAKE)
-except ConfigError:  # test_transports_mooncake.py is skipped with the reason
-    TRANSPORTS = (SHARED_MEMORY, GLOO)
 
 OF_EXPERTS = (
     "qwen3_moe",
@@ -163,16 +156,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def key_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("key") / "key"
-    RunKey.generate().save(path)
-    return path
-
-
-Result = tuple[Parameters, list[list[float]]]
-
-
 @dataclass
 class Synced:
     """One engine of the matrix, and the results so far."""
@@ -277,14 +260,6 @@ def updated(
         return job, [
             receive(synced.generator, job, sync, hub) for sync, hub in zip(job.syncs, hubs)
         ]
-
-
-def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
-    """Receives one update into noise. Returns the parameters and the log-probs."""
-    generator.set_version(sync.version - 1)
-    generator.scramble()
-    generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
-    return generator.memory(), generator.score(SEQUENCES)
 
 
 def compare(synced: Synced, job: Job, results: list[Result]) -> None:

@@ -18,8 +18,9 @@ import msgspec
 import torch
 from nursery import ForkedRun, script
 from sglang_engine import Engine, start_engine
-from weights_worker import DEADLINE_S, Job
+from weights_worker import DEADLINE_S, Job, Sync
 
+from megarl.config.errors import ConfigError
 from megarl.generator.client import EngineClient, EngineError, EngineUnreachable
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, RunKey
@@ -30,7 +31,8 @@ from megarl.trainer.cpu_support import layer_spec
 from megarl.weight_sync.content import sent_layout
 from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.receiver import WeightsReceiver
-from megarl.weight_sync.transports.base import SHARED_MEMORY, Endpoint
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint
+from megarl.weight_sync.transports.mooncake import open_engine
 from megarl.weight_sync.transports.shared_memory import view_at
 from megarl.weight_sync.workers import Workers, connect
 
@@ -41,7 +43,15 @@ SEQUENCES = [
 ]
 
 
+try:
+    open_engine("127.0.0.1", "tcp")
+    TRANSPORTS = (SHARED_MEMORY, GLOO, MOONCAKE)
+except ConfigError:  # test_transports_mooncake.py is skipped with the reason
+    TRANSPORTS = (SHARED_MEMORY, GLOO)
+
 Parameters = list[dict[str, torch.Tensor]]  # by generator rank and name
+# the engine's parameters, and the log-probs of SEQUENCES
+Result = tuple[Parameters, list[list[float]]]
 
 
 class Trainers:
@@ -162,17 +172,27 @@ class Generator:
 
     def map_memory(self, key_file: Path) -> None:
         """Maps the engine's memory for the test itself, whichever transport writes to it."""
+        endpoints = self.in_update(
+            key_file, lambda workers: open_memory(workers, SHARED_MEMORY, map=None)
+        )
+        self.live = mapped(endpoints)
 
-        async def share() -> list[Endpoint]:
+    def in_update[T](self, key_file: Path, body: Callable[[Workers], Coroutine[Any, Any, T]]) -> T:
+        """Awaits `body`, which gets the engine's workers, between the begin and the end of an
+        update.
+        """
+
+        async def session() -> T:
             with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
                 workers = Workers([self.client], [self.engine.tp], hub, DEADLINE_S)
                 await self.client.begin_update(DEADLINE_S)
-                await connect(workers, str(key_file))
-                endpoints = await open_memory(workers, SHARED_MEMORY, map=None)
-                await self.client.end_update(DEADLINE_S)
-                return endpoints
+                try:
+                    await connect(workers, str(key_file))
+                    return await body(workers)
+                finally:
+                    await self.client.end_update(DEADLINE_S)
 
-        self.live = mapped(self.run(share()))
+        return self.run(session())
 
     def load(self, checkpoint: Path) -> None:
         """Loads weights SGLang's own way.
@@ -266,6 +286,14 @@ def receiver(plan: RunPlan, hub: Hub, key_file: str | Path) -> WeightsReceiver:
     base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
     source = sent_layout(plan, base, layer_spec())
     return WeightsReceiver(plan, source, hub, str(key_file))
+
+
+def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
+    """Receives one update into noise, and audits it."""
+    generator.set_version(sync.version - 1)
+    generator.scramble()
+    generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
+    return generator.memory(), generator.score(SEQUENCES)
 
 
 def mapped(endpoints: list[Endpoint]) -> Parameters:

@@ -138,11 +138,11 @@ def signature(sources: Sources, module: str, definition: Any) -> inspect.Signatu
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "copy_signature"
         ]:
             return signature(sources, module, sources.find(module, ast.unparse(copied_from[0])))
-        kept = ("torch.no_grad", "jit_fuser", "internal_api", "nvtx", "lru_cache", "overload")
+        harmless = ("torch.no_grad", "jit_fuser", "internal_api", "nvtx", "lru_cache", "overload")
         changed = [
             ast.unparse(decorator)
             for decorator in definition.decorator_list
-            if not any(name in ast.unparse(decorator) for name in kept)
+            if not any(name in ast.unparse(decorator) for name in harmless)
         ]
         return None if changed else _of_function(definition)
     return None
@@ -224,41 +224,43 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str, str | None, int]]:
 def check(sources: Sources, path: Path) -> tuple[int, list[str]]:
     """(checked calls, problems) of one file."""
     tree = ast.parse(path.read_text())
-    known = {}
-    told = []
+    imported = {}
+    problems = []
     checked = 0
-    here = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
-    for name, module, there, line in imports(tree):
-        if there is None:
-            known[name] = module, None
+    file = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    for name, module, attribute, line in imports(tree):
+        if attribute is None:
+            imported[name] = module, None
             continue
-        found = sources.find(module, there)
-        known[name] = (f"{module}.{there}", None) if found == "module" else (module, found)
-        if found is None and not sources.is_compiled(module) and sources.is_module(module):
-            told.append(f"{here}:{line}: {module} has no {there}")
+        definition = sources.find(module, attribute)
+        imported[name] = (
+            (f"{module}.{attribute}", None) if definition == "module" else (module, definition)
+        )
+        if definition is None and not sources.is_compiled(module) and sources.is_module(module):
+            problems.append(f"{file}:{line}: {module} has no {attribute}")
         if not sources.is_module(module) and not sources.is_compiled(module):
-            told.append(f"{here}:{line}: there is no {module}")
+            problems.append(f"{file}:{line}: there is no {module}")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         function = call.func
         module = ""
-        found = None
-        if isinstance(function, ast.Name) and function.id in known:
-            module, found = known[function.id]
+        definition = None
+        if isinstance(function, ast.Name) and function.id in imported:
+            module, definition = imported[function.id]
         elif (
             isinstance(function, ast.Attribute)
             and isinstance(function.value, ast.Name)
-            and known.get(function.value.id, ("", 0))[1] is None
+            and imported.get(function.value.id, ("", 0))[1] is None
         ):
-            module = known.get(function.value.id, ("", None))[0]
-            found = sources.find(module, function.attr) if module else None
-            if module and found is None and not sources.is_compiled(module):
-                told.append(f"{here}:{call.lineno}: {module} has no {function.attr}")
-        takes = signature(sources, module, found) if found is not None else None
+            module = imported.get(function.value.id, ("", None))[0]
+            definition = sources.find(module, function.attr) if module else None
+            if module and definition is None and not sources.is_compiled(module):
+                problems.append(f"{file}:{call.lineno}: {module} has no {function.attr}")
+        takes = signature(sources, module, definition) if definition is not None else None
         if takes is not None:
             checked += 1
             if problem := misfit(takes, call):
-                told.append(f"{here}:{call.lineno}: {ast.unparse(function)}: {problem}")
-    return checked, told
+                problems.append(f"{file}:{call.lineno}: {ast.unparse(function)}: {problem}")
+    return checked, problems
 
 
 def misfit(takes: inspect.Signature, call: ast.Call) -> str:
@@ -281,34 +283,34 @@ def check_torch(path: Path) -> tuple[int, list[str]]:
     import torch
 
     tree = ast.parse(path.read_text())
-    told = []
+    problems = []
     checked = 0
-    here = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    file = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     modules = {
         a.asname or a.name.split(".")[0]: a.name if a.asname else "torch"
         for a in _imported(tree)
         if a.name.split(".")[0] == "torch"
     }
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        first, _, rest = ast.unparse(call.func).partition(".")
-        name = f"{modules.get(first)}.{rest}"
+        first, _, attributes = ast.unparse(call.func).partition(".")
+        name = f"{modules.get(first)}.{attributes}"
         if not name.startswith(OF_TORCH) or not re.fullmatch(r"[\w.]+", name):
             continue
-        found: Any = torch
+        function: Any = torch
         try:
             for part in name.split(".")[1:]:
-                found = getattr(found, part)
+                function = getattr(function, part)
         except AttributeError as error:
-            told.append(f"{here}:{call.lineno}: {error}")
+            problems.append(f"{file}:{call.lineno}: {error}")
             continue
         try:
-            takes = inspect.signature(found)
+            takes = inspect.signature(function)
         except (TypeError, ValueError):  # a function in C++
             continue
         checked += 1
         if problem := misfit(takes, call):
-            told.append(f"{here}:{call.lineno}: {name}: {problem}")
-    return checked, told
+            problems.append(f"{file}:{call.lineno}: {name}: {problem}")
+    return checked, problems
 
 
 def _imported(tree: ast.Module) -> list[ast.alias]:
@@ -320,7 +322,7 @@ def _imported(tree: ast.Module) -> list[ast.alias]:
 def check_all(folder: Path) -> tuple[int, list[str]]:
     sources = Sources(folder)
     total = 0
-    told = []
+    problems = []
     for path in sorted(
         [
             *(ROOT / "megarl").rglob("*.py"),
@@ -329,14 +331,14 @@ def check_all(folder: Path) -> tuple[int, list[str]]:
         ]
     ):
         if any(vendor in path.read_text() for vendor in VENDORS):
-            count, problems = check(sources, path)
+            count, of_file = check(sources, path)
             total = total + count
-            told = told + problems
+            problems = problems + of_file
         if "torch" in path.read_text():
-            count, problems = check_torch(path)
+            count, of_file = check_torch(path)
             total = total + count
-            told = told + problems
-    return total, told
+            problems = problems + of_file
+    return total, problems
 
 
 if __name__ == "__main__":

@@ -196,12 +196,12 @@ def compiled(launch: Launch, target: int) -> Compiled:
         constexprs={(names.index(name),): value for name, value in launch.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
     )
-    found = triton.compile(
+    kernel = triton.compile(
         source, target=GPUTarget("cuda", target, 32), options={"num_warps": launch.warps}
     )
-    ptx = found.asm["ptx"]
-    metadata = found.metadata
-    usage = resources(found.asm["cubin"])
+    ptx = kernel.asm["ptx"]
+    metadata = kernel.metadata
+    usage = resources(kernel.asm["cubin"])
     return Compiled(
         registers=usage["REG"],
         spilled_bytes=usage["LOCAL"] + usage["STACK"],
@@ -222,25 +222,27 @@ def resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run(
+        listing = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", said)}
+    return {
+        name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", listing)
+    }
 
 
 def widest(ptx: str, kind: str) -> int:
     """The bytes of a thread's widest access to global memory."""
-    found = re.findall(rf"{kind}\.global[\w.:]*?(?:\.v(\d))?\.[bufs](\d+)", ptx)
-    return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
+    widths = re.findall(rf"{kind}\.global[\w.:]*?(?:\.v(\d))?\.[bufs](\d+)", ptx)
+    return max((int(count or 1) * int(bits) // 8 for count, bits in widths), default=0)
 
 
-def problems(launch: Launch, found: Compiled) -> list[str]:
-    told = []
-    if found.spilled_bytes > SPILLED_BYTES:
-        told.append(f"spills {found.spilled_bytes} bytes")
-    if launch.wide and found.load_bytes < LEAST_WIDTH_BYTES:
-        told.append(f"loads {found.load_bytes} bytes at once")
-    return told
+def problems(launch: Launch, kernel: Compiled) -> list[str]:
+    messages = []
+    if kernel.spilled_bytes > SPILLED_BYTES:
+        messages.append(f"spills {kernel.spilled_bytes} bytes")
+    if launch.wide and kernel.load_bytes < LEAST_WIDTH_BYTES:
+        messages.append(f"loads {kernel.load_bytes} bytes at once")
+    return messages
 
 
 def main() -> int:
@@ -251,14 +253,14 @@ def main() -> int:
     )
     for launch in launches():
         for target in TARGETS:
-            found = compiled(launch, target)
-            told = problems(launch, found)
-            failed += bool(told)
+            kernel = compiled(launch, target)
+            messages = problems(launch, kernel)
+            failed += bool(messages)
             numbers = (
-                f"{found.registers:9d} {found.spilled_bytes:7d} {found.shared_bytes:7d} "
-                f"{found.load_bytes:5d} {found.store_bytes:5d}"
+                f"{kernel.registers:9d} {kernel.spilled_bytes:7d} {kernel.shared_bytes:7d} "
+                f"{kernel.load_bytes:5d} {kernel.store_bytes:5d}"
             )
-            print(f"{launch.name:34s} {target:4d} {numbers} {'; '.join(told)}", flush=True)
+            print(f"{launch.name:34s} {target:4d} {numbers} {'; '.join(messages)}", flush=True)
     return int(failed > 0)
 
 

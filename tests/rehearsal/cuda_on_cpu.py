@@ -58,7 +58,7 @@ def install() -> None:
             super().__init__(*args, **named)
             self.cuda_stream = next(numbers)
 
-    more = dict(
+    replacements = dict(
         CUDAGraph=Graph,
         graph=capturing,
         graph_pool_handle=lambda: (0, 0),
@@ -69,7 +69,7 @@ def install() -> None:
         utilization=lambda *args: 0,
         Stream=Stream,
     )
-    for name, value in more.items():
+    for name, value in replacements.items():
         setattr(torch.cuda, name, value)
     torch.get_device_module = lambda *_: torch.cuda  # type: ignore[assignment]
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
@@ -224,9 +224,9 @@ def _meet_by_gloo() -> None:
         return make
 
     for name in ("init_process_group", "new_group"):
-        made = by_gloo(getattr(dist, name))
+        collective = by_gloo(getattr(dist, name))
         for module in (dist, dist.distributed_c10d):
-            setattr(module, name, made)
+            setattr(module, name, collective)
 
 
 def _know_triton(gpu: types.SimpleNamespace) -> None:
@@ -273,8 +273,8 @@ def compute_bfloat16() -> None:
         return TensorHandle(to_nearest_even.astype(np.uint16), tl.bfloat16)
 
     def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
-        def operate(builder: Any, first: Any, *others: Any) -> Any:
-            output = original(builder, widened(first), *map(widened, others))
+        def operate(builder: Any, first: Any, *operands: Any) -> Any:
+            output = original(builder, widened(first), *map(widened, operands))
             is_number = output.data.dtype == np.float32
             return rounded(output) if first.dtype == tl.bfloat16 and is_number else output
 
@@ -289,8 +289,8 @@ def compute_bfloat16() -> None:
         return convert
 
     product = InterpreterBuilder.create_dot
-    InterpreterBuilder.create_dot = lambda builder, left, right, *more: product(
-        builder, widened(left), widened(right), *more
+    InterpreterBuilder.create_dot = lambda builder, first, second, *operands: product(
+        builder, widened(first), widened(second), *operands
     )
     InterpreterBuilder.binary_op = elementwise(InterpreterBuilder.binary_op)
     InterpreterBuilder.unary_op = elementwise(InterpreterBuilder.unary_op)

@@ -57,17 +57,19 @@ def main(gpu: str, configs: list[str]) -> int:
             )
             from sglang.srt.server_args import ServerArgs
 
-            found = ServerArgs(
+            arguments = ServerArgs(
                 **arguments | {"model_path": str(Path(plan.config.model.spec or "").parent)},
                 api_key="a",
                 admin_api_key="b",
             )
-            found.resolve_once()
-            chosen = found.resolved_dict()
+            arguments.resolve_once()
+            resolved = arguments.resolved_dict()
             print(
                 config,
                 gpu,
-                json.dumps({name: chosen[name] for name in SHOWN if chosen.get(name) is not None}),
+                json.dumps(
+                    {name: resolved[name] for name in SHOWN if resolved.get(name) is not None}
+                ),
             )
         except Exception:
             traceback.print_exc()

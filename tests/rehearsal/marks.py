@@ -103,7 +103,9 @@ def wrong(name: str, model: dict[str, Any], sizes: dict[str, int]) -> Iterator[s
     spec = ModelSpec(**model)
     topology = TrainerTopology(**sizes)
     sequence_parallel = topology.tp > 1 and "whole sequences" not in name
-    ranks = [Rank(spec, topology, rank, sequence_parallel) for rank in range(topology.world_size)]
+    ranks = [
+        BuiltRank(spec, topology, rank, sequence_parallel) for rank in range(topology.world_size)
+    ]
     counted = {
         tensor.name: np.zeros(tensor.shape, np.int8)
         for tensor in hf_layout(spec, "bfloat16").tensors(0)
@@ -135,7 +137,7 @@ def wrong(name: str, model: dict[str, Any], sizes: dict[str, int]) -> Iterator[s
     yield from _wrong_sums(ranks, sequence_parallel)
 
 
-class Rank:
+class BuiltRank:
     """One rank of a trainer, as far as this check needs it."""
 
     def __init__(self, spec: Any, topology: Any, rank: int, sequence_parallel: bool):
@@ -181,15 +183,15 @@ class Rank:
             masters = [*_masters(part)]
             for _, _, master in masters:
                 master.grad = torch.empty_like(master)
-            taken = (
+            in_norm = (
                 {id(gradient) for gradient in part.get_grads_for_grad_norm()} if masters else set()
             )
-            seen = 0 in dist.get_process_group_ranks(part.get_grad_stats_parallel_group())
+            is_reduced = 0 in dist.get_process_group_ranks(part.get_grad_stats_parallel_group())
             for parameter, begin, master in masters:
                 flat = counts.setdefault(
                     self.names[parameter], np.zeros(parameter.numel(), np.int8)
                 )
-                flat[begin : begin + master.numel()] += id(master.grad) in taken and seen
+                flat[begin : begin + master.numel()] += id(master.grad) in in_norm and is_reduced
         return counts
 
     def _sums(self, trainer: Any) -> dict[str, tuple[list[int], bool]]:
@@ -223,7 +225,7 @@ def _place(gradient: Any) -> tuple[int, int]:
     return gradient.untyped_storage()._cdata, gradient.storage_offset()
 
 
-def _wrong_sums(ranks: list[Rank], sequence_parallel: bool) -> Iterator[str]:
+def _wrong_sums(ranks: list[BuiltRank], sequence_parallel: bool) -> Iterator[str]:
     """Gradients that are summed over the wrong ranks.
 
     Ranks that hold the same elements have seen other tokens. But without sequence parallelism,
@@ -239,17 +241,19 @@ def _wrong_sums(ranks: list[Rank], sequence_parallel: bool) -> Iterator[str]:
     for number, rank in enumerate(ranks):
         for tensor in (tensor for tensor in rank.tensors if tensor.name in rank.sums):
             _, besides = rank.sums[tensor.name]
-            others = tensor_ranks[replace(rank.coordinate, tp=0)] if besides else [number]
-            found = sorted(n for other in others for n in ranks[other].sums[tensor.name][0])
+            members = tensor_ranks[replace(rank.coordinate, tp=0)] if besides else [number]
+            summed_ranks = sorted(
+                n for member in members for n in ranks[member].sums[tensor.name][0]
+            )
             apart = sequence_parallel or tensor.name.endswith(
                 ("q_layernorm.weight", "k_layernorm.weight")
             )
-            alike = holders[tensor.name, tensor.pieces]
-            expected = [n for n in alike if apart or ranks[n].coordinate.tp == rank.coordinate.tp]
-            if found != expected:
+            holding = holders[tensor.name, tensor.pieces]
+            expected = [n for n in holding if apart or ranks[n].coordinate.tp == rank.coordinate.tp]
+            if summed_ranks != expected:
                 yield (
                     f"the gradient of {tensor.name} on rank {number} is summed over ranks "
-                    f"{found}, not {expected}"
+                    f"{summed_ranks}, not {expected}"
                 )
 
 

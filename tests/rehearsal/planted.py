@@ -15,8 +15,8 @@ def tensor_of_the_host() -> None:
     def wrong(*args: Any, **kwargs: Any) -> Any:
         import torch
 
-        made = build(*args, **kwargs)
-        return dataclasses.replace(made, advantages=torch.zeros(len(made.scored)))
+        rows = build(*args, **kwargs)
+        return dataclasses.replace(rows, advantages=torch.zeros(len(rows.scored)))
 
     step.build = wrong
 

@@ -85,13 +85,13 @@ def preload() -> None:
 
 
 @dataclass(frozen=True)
-class Event:
+class HostEvent:
     """A wait of the host for a GPU, or a copy to a GPU."""
 
     kind: str
-    ours: str  # MegaRL's innermost function, as file:function
+    caller: str  # MegaRL's innermost function, as file:function
     inner: str  # the innermost function of MegaRL, Megatron or Transformer Engine
-    line: str  # of `ours`
+    line: str  # of `caller`
 
 
 Launch = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
@@ -100,17 +100,17 @@ Launch = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
 
 @dataclass
 class Record:
-    events: Counter[Event] = field(default_factory=Counter)
+    events: Counter[HostEvent] = field(default_factory=Counter)
     launches: Counter[Launch] = field(default_factory=Counter)
     held_bytes: int = 0
     peak_bytes: int = 0
     peak_at: str = ""
 
     def note(self, kind: str) -> None:
-        ours, inner, line = where()
-        self.events[Event(kind, ours, inner, line)] += 1
+        caller, inner, line = call_site()
+        self.events[HostEvent(kind, caller, inner, line)] += 1
 
-    def take(self) -> Counter[Event]:
+    def take(self) -> Counter[HostEvent]:
         """The events since the last call. Resets the peak."""
         events = self.events
         self.events = Counter()
@@ -118,7 +118,7 @@ class Record:
         return events
 
 
-def where() -> tuple[str, str, str]:
+def call_site() -> tuple[str, str, str]:
     """Returns file:function of MegaRL's innermost frame; file:function of the innermost frame of
     MegaRL or a vendor; file:line of the first.
     """
@@ -161,7 +161,7 @@ class _Stream:
     def synchronize(self) -> None:
         self.record.note("stream.synchronize")
 
-    def wait_stream(self, other: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -191,7 +191,7 @@ class _Done:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, end: Any) -> float:
         return 1.0
 
 
@@ -284,11 +284,11 @@ def pretend(
     def tolist(self: FakeTensor) -> Any:
         if self.device.type == "cuda":
             record.note("tolist")
-        known = getattr(self, "known", None)
+        host_values = getattr(self, "host_values", None)
         return (
             np.zeros(tuple(self.shape), _numpy_dtype(self.dtype)).tolist()
-            if known is None
-            else known.tolist()
+            if host_values is None
+            else host_values.tolist()
         )
 
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
@@ -331,9 +331,9 @@ def _pretend_collectives(record: Record) -> None:
     ) -> Any:
         return original(ranks=ranks, backend="fake", group_desc=group_desc)
 
-    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+    def all_gather_object(objects: list[Any], local: Any, group: Any = None) -> None:
         record.note("objects through the GPU")
-        objects[:] = [mine] * len(objects)
+        objects[:] = [local] * len(objects)
 
     def broadcast_object_list(objects: list[Any], *args: Any, **kwargs: Any) -> None:
         record.note("objects through the GPU")
@@ -492,8 +492,8 @@ class _Functions(TorchFunctionMode):
                 for name, value in kwargs.items()
                 if name not in ("device", "pin_memory")
             }
-            made = torch.tensor(*args, **kwargs)
-            return torch.empty(made.shape, dtype=made.dtype, device=device)
+            tensor = torch.tensor(*args, **kwargs)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if function is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
             if args[0].device.type != "cpu":
                 raise TypeError("numpy() of a tensor on the GPU")
@@ -531,9 +531,9 @@ class _Operations(TorchDispatchMode):
         if name == "aten::_local_scalar_dense":
             if args[0].device.type == "cuda":
                 self.record.note("item")
-            if (known := getattr(args[0], "known", None)) is not None:
+            if (host_values := getattr(args[0], "host_values", None)) is not None:
                 with unset_fake_temporarily():
-                    return known.item()
+                    return host_values.item()
             return {torch.bool: False}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         if name in _DATA_DEPENDENT and args[0].device.type == "cuda":
             self.record.note(name.removeprefix("aten::"))
@@ -576,7 +576,7 @@ class _Operations(TorchDispatchMode):
             out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=kwargs["device"])
             if args[0].numel() <= KNOWN and not args[0].is_floating_point():
                 with unset_fake_temporarily():
-                    out.known = args[0].to(out.dtype, copy=True)
+                    out.host_values = args[0].to(out.dtype, copy=True)
         elif _is_of_host(args, kwargs):
             with unset_fake_temporarily():
                 out = function(*args, **kwargs)
@@ -597,19 +597,20 @@ class _Operations(TorchDispatchMode):
         tensors = [*_tensors((args, [*kwargs.values()]))]
         if function._schema.is_mutable:
             for tensor in tensors:
-                tensor.__dict__.pop("known", None)
+                tensor.__dict__.pop("host_values", None)
         elif (
             isinstance(out, FakeTensor)
             and tensors
-            and all(hasattr(tensor, "known") for tensor in tensors)
+            and all(hasattr(tensor, "host_values") for tensor in tensors)
         ):
             host = {
                 name: torch.device("cpu") if name == "device" else value
                 for name, value in kwargs.items()
             }
             with unset_fake_temporarily():
-                out.known = function(
-                    *(arg.known if isinstance(arg, FakeTensor) else arg for arg in args), **host
+                out.host_values = function(
+                    *(arg.host_values if isinstance(arg, FakeTensor) else arg for arg in args),
+                    **host,
                 )
 
     def _copy(self, source: torch.Tensor, device: torch.device, asynchronous: bool) -> None:
@@ -641,7 +642,7 @@ class _Operations(TorchDispatchMode):
         record.held_bytes += size
         if record.held_bytes > record.peak_bytes:
             record.peak_bytes = record.held_bytes
-            record.peak_at = where()[1]
+            record.peak_at = call_site()[1]
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pretended_cuda
-from pretended_cuda import GIB, ROOT, Event, Record
+from pretended_cuda import GIB, ROOT, HostEvent, Record
 
 if TYPE_CHECKING:
     from megarl.plan.resolve import RunPlan
@@ -88,9 +88,9 @@ def main(arguments: list[str]) -> int:
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
     show(report)
-    told = [] if options.layers else overruns(report)
-    print(*told, sep="\n", end="\n" * bool(told))
-    return int(bool(told))
+    problems = [] if options.layers else overruns(report)
+    print(*problems, sep="\n", end="\n" * bool(problems))
+    return int(bool(problems))
 
 
 def overruns(report: dict[str, Any]) -> list[str]:
@@ -101,10 +101,10 @@ def overruns(report: dict[str, Any]) -> list[str]:
     planned = report["plan"] | {
         "a step": sum(size for name, size in report["plan"].items() if name != "runtime")
     }
-    found = report["parts"] | {"a step": report["phases"]["step"]["peak_gib"]}
+    sizes = report["parts"] | {"a step": report["phases"]["step"]["peak_gib"]}
     return [
         f"{name} takes {size:.2f} GiB, planned {planned[name]:.2f}"
-        for name, size in found.items()
+        for name, size in sizes.items()
         if size > 1.05 * planned[name]
     ]
 
@@ -165,7 +165,7 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
     config = plan.config
     with phase("build"):
         trainer = make_policy(plan, config.max_steps)
-    parts = held(trainer)
+    parts = resident_bytes(trainer)
     batch = made_batch(plan, microbatches)
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
     sequences = list(steps._cut(batch)[0].values())
@@ -214,21 +214,21 @@ def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
     with phase("amax"):
         amax = AmaxTable.measure(amax_parts(map, rank), model)
     with phase("update"):
-        send(Discard(), copies, model, shapes, True, amax, payloads)
+        send(DiscardedChanges(), copies, model, shapes, True, amax, payloads)
         deltas.keep(1, copies, amax, payloads, False)
     if not deltas.on:
         return
     tell_changes()
     with phase("changes"):
         payloads.begin(model)
-        found = deltas.find(1, copies, shapes, True, amax, payloads)
-        assert found is not None
+        changes = deltas.find(1, copies, shapes, True, amax, payloads)
+        assert changes is not None
     with phase("send changes"):
-        send_changes(Discard(), found, 2, model)
-        deltas.keep_changes(2, found)
+        send_changes(DiscardedChanges(), changes, 2, model)
+        deltas.keep_changes(2, changes)
 
 
-class Discard:
+class DiscardedChanges:
     """A transport that sends nothing."""
 
     def prepare(self, sources: Iterable[Any]) -> None: ...
@@ -253,10 +253,10 @@ def made_batch(plan: RunPlan, microbatches: int) -> Any:
     config = plan.config
     prompt = config.plan.prompt_tokens
     longest = config.trainer.max_tokens_per_microbatch
-    left = plan.trainer_topology.dp * microbatches * longest * 0.93
+    tokens_to_draw = plan.trainer_topology.dp * microbatches * longest * 0.93
     groups = []
     numbers = {}
-    while left > 0:
+    while tokens_to_draw > 0:
         samples = []
         for place in range(config.rollout.n):
             length = int(
@@ -272,21 +272,21 @@ def made_batch(plan: RunPlan, microbatches: int) -> Any:
                 np.zeros(length, np.float32), None, b"", None,
             )  # fmt: skip
             samples.append(SampleSummary(length, [(0, length)], 1, float(place % 2), "stop"))
-            left -= prompt + length - 1
+            tokens_to_draw -= prompt + length - 1
         groups.append(GroupSummary(len(groups), prompt, samples))
     return Batch(1, groups, 0.0, 0.0, numbers=numbers)
 
 
-def held(trainer: MegatronTrainer) -> dict[str, int]:
+def resident_bytes(trainer: MegatronTrainer) -> dict[str, int]:
     """The bytes of the rank's weights, gradients and optimizer, over distinct storages."""
 
     def total(tensors: Iterable[Any], without: set[int] = frozenset()) -> tuple[int, set[int]]:
-        found = {
+        sizes = {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes()
             for t in tensors
             if t.device.type == "cuda"
         }
-        return sum(size for key, size in found.items() if key not in without), {*found}
+        return sum(size for key, size in sizes.items() if key not in without), {*sizes}
 
     weights, keys = total(p.data for chunk in trainer.chunks for p in chunk.parameters())
     buffers = [
@@ -334,15 +334,15 @@ def shared(plan: RunPlan, report: dict[str, Any]) -> dict[str, float]:
 
     if not plan.config.cluster.share_gpus:
         return {}
-    found = estimate(plan.config, plan.spec)
+    planned_run = estimate(plan.config, plan.spec)
     peak = report["phases"]["step"]["peak_gib"]
-    runtime = found.trainer.runtime / GIB
-    engine = found.generator.total / GIB
+    runtime = planned_run.trainer.runtime / GIB
+    engine = planned_run.generator.total / GIB
     return {
         "rehearsed": peak + runtime + engine,
-        "planned": found.fullest.gpu_total / GIB,
+        "planned": planned_run.fullest.gpu_total / GIB,
         "engine": engine,
-        "gpu": found.cluster.gpu.memory_gib,
+        "gpu": planned_run.cluster.gpu.memory_gib,
     }
 
 
@@ -364,11 +364,11 @@ def tell_routing() -> None:
 
     read = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 
-    def told(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    def dispatched(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         import numpy as np
         import torch
 
-        found = read(self, point, tokens_per_expert)
+        host_counts = read(self, point, tokens_per_expert)
         if point == self.cuda_dtoh_point:
             tokens = int(self.num_out_tokens)
             local = self.num_local_experts
@@ -379,10 +379,14 @@ def tell_routing() -> None:
             everyone = np.tile(sent, (self.tp_size, 1))
             if local > 1 and self.num_global_tokens_per_local_expert.device.type == "cpu":
                 self.num_global_tokens_per_local_expert = torch.from_numpy(everyone)
-            self._told = torch.from_numpy(everyone.sum(axis=0))
-        return self._told if found is not None and found.device.type == "cpu" else found
+            self._even_counts = torch.from_numpy(everyone.sum(axis=0))
+        return (
+            self._even_counts
+            if host_counts is not None and host_counts.device.type == "cpu"
+            else host_counts
+        )
 
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = told
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = dispatched
 
 
 def tell_changes() -> None:
@@ -417,13 +421,19 @@ def _even(total: int, parts: int) -> Any:
     return np.diff(np.arange(parts + 1) * total // parts)
 
 
-def table(events: Counter[Event]) -> list[dict[str, Any]]:
+def table(events: Counter[HostEvent]) -> list[dict[str, Any]]:
     lines: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for event, count in events.items():
-        lines[event.kind, event.ours, event.inner][event.line] += count
+        lines[event.kind, event.caller, event.inner][event.line] += count
     return [
-        {"kind": kind, "ours": ours, "inner": inner, "count": sum(of.values()), "lines": sorted(of)}
-        for (kind, ours, inner), of in sorted(lines.items())
+        {
+            "kind": kind,
+            "caller": caller,
+            "inner": inner,
+            "count": sum(of_call.values()),
+            "lines": sorted(of_call),
+        }
+        for (kind, caller, inner), of_call in sorted(lines.items())
     ]
 
 
@@ -435,9 +445,11 @@ def show(report: dict[str, Any]) -> None:
         "  planned      "
         f"{json.dumps({name: round(size, 2) for name, size in report['plan'].items() if size})}"
     )
-    if both := report.get("shared"):
-        sides = f"{both['rehearsed']:.2f} GiB of {both['gpu']:g}, planned {both['planned']:.2f}"
-        print(f"  both sides on one GPU, the engine's {both['engine']:.2f} as planned: {sides}")
+    if shared := report.get("shared"):
+        sides = (
+            f"{shared['rehearsed']:.2f} GiB of {shared['gpu']:g}, planned {shared['planned']:.2f}"
+        )
+        print(f"  both sides on one GPU, the engine's {shared['engine']:.2f} as planned: {sides}")
     for name, phase in report["phases"].items():
         peak = f"at most {phase['peak_gib']:.2f} (in {phase['peak_at']})"
         print(
@@ -445,7 +457,7 @@ def show(report: dict[str, Any]) -> None:
             f"{phase['held_gib']:.2f} GiB, {peak}"
         )
         for event in phase["events"]:
-            inner = "" if event["inner"] == event["ours"] else f" → {event['inner']}"
+            inner = "" if event["inner"] == event["caller"] else f" → {event['inner']}"
             print(f"    {event['count']:5d} {event['kind']:30s} {' '.join(event['lines'])}{inner}")
 
 

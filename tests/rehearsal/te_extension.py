@@ -65,7 +65,8 @@ class _Enumeration:
 
 
 FP8FwdTensors = _enum(
-    "FP8FwdTensors", *(f"GEMM{n}_{of}" for n in (1, 2, 3) for of in ("INPUT", "WEIGHT", "OUTPUT"))
+    "FP8FwdTensors",
+    *(f"GEMM{n}_{role}" for n in (1, 2, 3) for role in ("INPUT", "WEIGHT", "OUTPUT")),
 )
 FP8BwdTensors = _enum(
     "FP8BwdTensors",
@@ -215,7 +216,7 @@ def fused_attn_fwd(
     bottom_right_diagonal: bool, cu_seqlens_q: torch.Tensor,
     cu_seqlens_kv: torch.Tensor, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, fake_dtype: Any,
     cu_seqlens_q_padded: Any,
-    cu_seqlens_kv_padded: Any, *rest: Any,
+    cu_seqlens_kv_padded: Any, *further: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Layout thd.
 
@@ -234,7 +235,7 @@ def fused_attn_bwd(
     attn_mask_type: Any, softmax_type: Any, window_size: Any, bottom_right_diagonal: bool,
     deterministic: bool, cu_seqlens_q: torch.Tensor,
     cu_seqlens_kv: torch.Tensor, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, O: torch.Tensor,
-    dO: torch.Tensor, *rest: Any,
+    dO: torch.Tensor, *further: Any,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     _on_gpu(cu_seqlens_q, cu_seqlens_kv, Q, K, V, O, dO)
     learnable = softmax_type == NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX
@@ -348,8 +349,8 @@ def install() -> None:
     utils = importlib.import_module(
         "transformer_engine.pytorch.attention.dot_product_attention.utils"
     )
-    chosen = utils.get_attention_backend  # type: ignore[attr-defined]
+    backend_of = utils.get_attention_backend  # type: ignore[attr-defined]
     # It takes tensors of exactly this type.
-    utils.get_attention_backend = lambda given: chosen(
-        dataclasses.replace(given, qkv_type=torch.Tensor)
+    utils.get_attention_backend = lambda parameters: backend_of(
+        dataclasses.replace(parameters, qkv_type=torch.Tensor)
     )  # type: ignore[attr-defined]

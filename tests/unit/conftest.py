@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl import cli
 from megarl.base.files import unreachable
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -32,3 +36,30 @@ def run_yaml(tmp_path: Path) -> Path:
 def hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     unreachable.cache_clear()
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command, which must succeed, and returns what it prints."""
+
+    def run(*arguments: str) -> str:
+        assert cli.main([*arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def printed_json(printed: Callable[..., str]) -> Callable[..., Any]:
+    return lambda *arguments: json.loads(printed(*arguments))
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command, which must end with status 2, and returns its messages."""
+
+    def run(*arguments: str) -> str:
+        assert cli.main([*arguments]) == 2
+        return capsys.readouterr().err
+
+    return run

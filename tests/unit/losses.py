@@ -47,3 +47,9 @@ def packed_loss_of(
 
 def gradient(loss: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(loss, variable, retain_graph=True)[0]
+
+
+def assert_same_gradient(loss: torch.Tensor, expected: torch.Tensor, inputs: torch.Tensor) -> None:
+    torch.testing.assert_close(
+        gradient(loss, inputs), gradient(expected, inputs), rtol=1e-9, atol=1e-12
+    )

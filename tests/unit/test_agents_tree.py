@@ -408,42 +408,39 @@ def test_good_calls_survive_beside_bad_ones():
         assert text == f"First  then <tool_call>{bad}</tool_call>"
 
 
-def test_call_and_its_result_continue_the_sampled_ids():
-    async def agent() -> None:
-        played, policy = episode(f"{CALL}$", "42$")
-        [answer] = await played.complete([user("6*7=")], TOOLS)
-        assert answer.content == "" and answer.finish_reason == "tool_calls"
-        [(number, call)] = answer.calls
-        assert (call.name, call.arguments) == ("calculate", '{"expression": "6*7"}')
-        result = {"role": "tool", "tool_call_id": number, "content": "42"}
-        [last] = await played.complete(
-            [
-                user("6*7="),
-                {"role": "assistant", "tool_calls": [openai_call(number, call)]},
-                result,
-            ],
-            TOOLS,
-        )
-        assert last.content == "42" and last.finish_reason == "stop" and not last.calls
-        sampled = played.tree.turns[0].completion.token_ids.tolist()
-        assert TOKENIZER.encode_text(CALL, special_tokens=True) != sampled[:-1], (
-            "text tokenised again would be other ids"
-        )
-        assert policy.prompts[1] == [
-            *policy.prompts[0],
-            *sampled,
-            *TOKENIZER.encode_text("<tool>42<assistant>", special_tokens=True),
-        ]
-        [sample] = played.tree.samples(
-            len(policy.prompts[0]), TOKENIZER.decode_all, Score(1.0), {"calls": 2.0}
-        )
-        assert sample.text == f"{CALL}<eos><tool>42<assistant>42<eos>"
-        assert sample.summary().turns == 2
-        assert [sample.text[first:last] for first, last in sample.environment_spans] == [
-            "<tool>42<assistant>"
-        ]
-
-    asyncio.run(agent())
+async def test_call_and_its_result_continue_the_sampled_ids():
+    played, policy = episode(f"{CALL}$", "42$")
+    [answer] = await played.complete([user("6*7=")], TOOLS)
+    assert answer.content == "" and answer.finish_reason == "tool_calls"
+    [(number, call)] = answer.calls
+    assert (call.name, call.arguments) == ("calculate", '{"expression": "6*7"}')
+    result = {"role": "tool", "tool_call_id": number, "content": "42"}
+    [last] = await played.complete(
+        [
+            user("6*7="),
+            {"role": "assistant", "tool_calls": [openai_call(number, call)]},
+            result,
+        ],
+        TOOLS,
+    )
+    assert last.content == "42" and last.finish_reason == "stop" and not last.calls
+    sampled = played.tree.turns[0].completion.token_ids.tolist()
+    assert TOKENIZER.encode_text(CALL, special_tokens=True) != sampled[:-1], (
+        "text tokenised again would be other ids"
+    )
+    assert policy.prompts[1] == [
+        *policy.prompts[0],
+        *sampled,
+        *TOKENIZER.encode_text("<tool>42<assistant>", special_tokens=True),
+    ]
+    [sample] = played.tree.samples(
+        len(policy.prompts[0]), TOKENIZER.decode_all, Score(1.0), {"calls": 2.0}
+    )
+    assert sample.text == f"{CALL}<eos><tool>42<assistant>42<eos>"
+    assert sample.summary().turns == 2
+    assert [sample.text[first:last] for first, last in sample.environment_spans] == [
+        "<tool>42<assistant>"
+    ]
 
 
 def test_seed_of_a_call_is_honoured():
@@ -464,177 +461,150 @@ def test_seed_of_a_call_is_honoured():
         read_request({"messages": [{"role": "user", "content": "a"}], "seed": "x"})
 
 
-def test_context_closes_a_turn_cut_off():
-    async def agent() -> None:
-        played, policy = episode("12", "3$")
-        await played.complete([user("a")])
-        await played.complete([user("a"), {"role": "assistant", "content": "12"}, user("b")])
-        assert (
-            TOKENIZER.decode_all(policy.prompts[1])
-            == "<bos><user>a<assistant>12<eos><user>b<assistant>"
-        )
-        [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
-        # the end that the policy did not sample is not learned
-        assert learned_pieces(sample) == ["1", "2", "3", "<eos>"]
-
-    asyncio.run(agent())
+async def test_context_closes_a_turn_cut_off():
+    played, policy = episode("12", "3$")
+    await played.complete([user("a")])
+    await played.complete([user("a"), {"role": "assistant", "content": "12"}, user("b")])
+    assert (
+        TOKENIZER.decode_all(policy.prompts[1])
+        == "<bos><user>a<assistant>12<eos><user>b<assistant>"
+    )
+    [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
+    # the end that the policy did not sample is not learned
+    assert learned_pieces(sample) == ["1", "2", "3", "<eos>"]
 
 
 @pytest.mark.parametrize("sent_back", ["ab", "abXY", "ab\n"])
-def test_turn_ended_by_a_stop_string_continues_its_tokens(sent_back: str):
-    async def agent() -> None:
-        played, policy = episode("abXY", "3$")
-        [answer] = await played.complete([user("a")], stop=["Q", "XY"])
-        assert policy.samplings[0].stop == ("Q", "XY")
-        assert (answer.content, answer.stop, answer.finish_reason) == ("ab", "XY", "stop")
-        await played.complete([user("a"), {"role": "assistant", "content": sent_back}, user("b")])
-        sampled = played.tree.turns[0].completion.token_ids.tolist()
-        assert TOKENIZER.decode_all(sampled) == "abXY"
-        assert policy.prompts[1][: len(policy.prompts[0]) + 4] == [*policy.prompts[0], *sampled]
-        assert (
-            TOKENIZER.decode_all(policy.prompts[1])
-            == "<bos><user>a<assistant>abXY<eos><user>b<assistant>"
-        )
-        [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
-        assert learned_pieces(sample) == ["a", "b", "X", "Y", "3", "<eos>"]
-        assert not played.counts["rewritten"]
-
-    asyncio.run(agent())
+async def test_turn_ended_by_a_stop_string_continues_its_tokens(sent_back: str):
+    played, policy = episode("abXY", "3$")
+    [answer] = await played.complete([user("a")], stop=["Q", "XY"])
+    assert policy.samplings[0].stop == ("Q", "XY")
+    assert (answer.content, answer.stop, answer.finish_reason) == ("ab", "XY", "stop")
+    await played.complete([user("a"), {"role": "assistant", "content": sent_back}, user("b")])
+    sampled = played.tree.turns[0].completion.token_ids.tolist()
+    assert TOKENIZER.decode_all(sampled) == "abXY"
+    assert policy.prompts[1][: len(policy.prompts[0]) + 4] == [*policy.prompts[0], *sampled]
+    assert (
+        TOKENIZER.decode_all(policy.prompts[1])
+        == "<bos><user>a<assistant>abXY<eos><user>b<assistant>"
+    )
+    [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
+    assert learned_pieces(sample) == ["a", "b", "X", "Y", "3", "<eos>"]
+    assert not played.counts["rewritten"]
 
 
-def test_call_before_a_stop_string_is_a_call():
-    async def agent() -> None:
-        played, policy = episode(f"go {CALL}Obs", "42$")
-        [answer] = await played.complete([user("a")], TOOLS, stop=["Obs"])
-        assert (answer.content, answer.finish_reason, answer.stop) == ("go", "tool_calls", "Obs")
-        [(number, call)] = answer.calls
-        assistant_message = {
-            "role": "assistant",
-            "content": "go",
-            "tool_calls": [openai_call(number, call)],
-        }
-        await played.complete(
-            [
-                user("a"),
-                assistant_message,
-                {"role": "tool", "tool_call_id": number, "content": "42"},
-            ],
-            TOOLS,
-        )
-        assert not played.counts["rewritten"] and len(played.tree.leaves()) == 1
-        assert TOKENIZER.decode_all(policy.prompts[1]).endswith(
-            "</tool_call>Obs<eos><tool>42<assistant>"
-        )
-
-    asyncio.run(agent())
+async def test_call_before_a_stop_string_is_a_call():
+    played, policy = episode(f"go {CALL}Obs", "42$")
+    [answer] = await played.complete([user("a")], TOOLS, stop=["Obs"])
+    assert (answer.content, answer.finish_reason, answer.stop) == ("go", "tool_calls", "Obs")
+    [(number, call)] = answer.calls
+    assistant_message = {
+        "role": "assistant",
+        "content": "go",
+        "tool_calls": [openai_call(number, call)],
+    }
+    await played.complete(
+        [
+            user("a"),
+            assistant_message,
+            {"role": "tool", "tool_call_id": number, "content": "42"},
+        ],
+        TOOLS,
+    )
+    assert not played.counts["rewritten"] and len(played.tree.leaves()) == 1
+    assert TOKENIZER.decode_all(policy.prompts[1]).endswith(
+        "</tool_call>Obs<eos><tool>42<assistant>"
+    )
 
 
-def test_end_of_text_may_be_a_stop_string():
-    async def agent() -> None:
-        played, policy = episode("ab$", "3$")
-        [answer] = await played.complete([user("a")], stop=["b<eos>"])
-        assert (answer.content, answer.stop) == ("a", "b<eos>")
-        await played.complete([user("a"), {"role": "assistant", "content": "a"}, user("b")])
-        assert (
-            TOKENIZER.decode_all(policy.prompts[1])
-            == "<bos><user>a<assistant>ab<eos><user>b<assistant>"
-        ), "it ends once"
-
-    asyncio.run(agent())
+async def test_end_of_text_may_be_a_stop_string():
+    played, policy = episode("ab$", "3$")
+    [answer] = await played.complete([user("a")], stop=["b<eos>"])
+    assert (answer.content, answer.stop) == ("a", "b<eos>")
+    await played.complete([user("a"), {"role": "assistant", "content": "a"}, user("b")])
+    assert (
+        TOKENIZER.decode_all(policy.prompts[1])
+        == "<bos><user>a<assistant>ab<eos><user>b<assistant>"
+    ), "it ends once"
 
 
-def test_stop_strings_of_the_run_stay_in_the_text():
-    async def agent() -> None:
-        played, policy = episode(
-            "abXY", sampling=Sampling(MAX_TOKENS, stop_token_ids=(EOS,), stop=("XY",))
-        )
-        [answer] = await played.complete([user("a")], stop=["Q"])
-        assert (answer.content, answer.stop) == ("abXY", None)
-        assert policy.samplings[0].stop == ("XY", "Q")
-        problem = "stop: 32 texts; with those of rollout.stop, there can be 32"
-        with pytest.raises(RequestRefused, match=problem):
-            await played.complete([user("a")], stop=["Q"] * 32)
-
-    asyncio.run(agent())
+async def test_stop_strings_of_the_run_stay_in_the_text():
+    played, policy = episode(
+        "abXY", sampling=Sampling(MAX_TOKENS, stop_token_ids=(EOS,), stop=("XY",))
+    )
+    [answer] = await played.complete([user("a")], stop=["Q"])
+    assert (answer.content, answer.stop) == ("abXY", None)
+    assert policy.samplings[0].stop == ("XY", "Q")
+    problem = "stop: 32 texts; with those of rollout.stop, there can be 32"
+    with pytest.raises(RequestRefused, match=problem):
+        await played.complete([user("a")], stop=["Q"] * 32)
 
 
-def test_shared_turns_of_branches_are_learned_once():
-    async def agent() -> None:
-        played, _ = episode("1$", "2$", "3$", "4$")
-        first = [user("a"), {"role": "assistant", "content": "1"}]
-        await played.complete([user("a")])
-        await played.complete([*first, user("b")])
-        await played.complete([*first, user("b")])  # a retry
-        await played.complete([user("another")])  # a subagent
-        samples = played.tree.samples(
-            1, TOKENIZER.decode_all, Score(0.5, {"part": 1.0}), {"calls": 4.0}
-        )
-        assert [sample.branch for sample in samples] == [0, 1, 2]
-        assert {sample.reward for sample in samples} == {0.5}
-        learned = ["".join(learned_pieces(sample)) for sample in samples]
-        assert learned == ["1<eos>2<eos>", "3<eos>", "4<eos>"]
-        assert [sample.metrics for sample in samples] == [{"calls": 4.0}, {}, {}], (
-            "an episode counts once"
-        )
-        assert [sample.reward_parts for sample in samples] == [{"part": 1.0}, {}, {}]
-
-    asyncio.run(agent())
+async def test_shared_turns_of_branches_are_learned_once():
+    played, _ = episode("1$", "2$", "3$", "4$")
+    first = [user("a"), {"role": "assistant", "content": "1"}]
+    await played.complete([user("a")])
+    await played.complete([*first, user("b")])
+    await played.complete([*first, user("b")])  # a retry
+    await played.complete([user("another")])  # a subagent
+    samples = played.tree.samples(
+        1, TOKENIZER.decode_all, Score(0.5, {"part": 1.0}), {"calls": 4.0}
+    )
+    assert [sample.branch for sample in samples] == [0, 1, 2]
+    assert {sample.reward for sample in samples} == {0.5}
+    learned = ["".join(learned_pieces(sample)) for sample in samples]
+    assert learned == ["1<eos>2<eos>", "3<eos>", "4<eos>"]
+    assert [sample.metrics for sample in samples] == [{"calls": 4.0}, {}, {}], (
+        "an episode counts once"
+    )
+    assert [sample.reward_parts for sample in samples] == [{"part": 1.0}, {}, {}]
 
 
-def test_special_tokens_in_messages_are_plain_text():
-    async def agent() -> None:
-        played, policy = episode("1$")
-        await played.complete([user("a<eos><assistant>b")])
-        special = set(TOKENIZER.special_tokens.values())
-        assert [TOKENIZER.piece(number) for number in policy.prompts[0] if number in special] == [
-            "<bos>",
-            "<user>",
-            "<assistant>",
-        ]
-        assert "a<eos><assistant>b" in TOKENIZER.decode_all(policy.prompts[0])
-
-    asyncio.run(agent())
+async def test_special_tokens_in_messages_are_plain_text():
+    played, policy = episode("1$")
+    await played.complete([user("a<eos><assistant>b")])
+    special = set(TOKENIZER.special_tokens.values())
+    assert [TOKENIZER.piece(number) for number in policy.prompts[0] if number in special] == [
+        "<bos>",
+        "<user>",
+        "<assistant>",
+    ]
+    assert "a<eos><assistant>b" in TOKENIZER.decode_all(policy.prompts[0])
 
 
-def test_rewritten_turn_is_context_of_a_new_branch():
-    async def agent() -> None:
-        played, _ = episode("123$", "4$")
-        await played.complete([user("a")])
-        await played.complete([user("a"), {"role": "assistant", "content": "999"}, user("b")])
-        assert played.counts["rewritten"] == 1 and len(played.tree.leaves()) == 2
-        [_, second] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
-        assert sum(second.policy_mask) == 2 and "999" in second.text
-
-    asyncio.run(agent())
+async def test_rewritten_turn_is_context_of_a_new_branch():
+    played, _ = episode("123$", "4$")
+    await played.complete([user("a")])
+    await played.complete([user("a"), {"role": "assistant", "content": "999"}, user("b")])
+    assert played.counts["rewritten"] == 1 and len(played.tree.leaves()) == 2
+    [_, second] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
+    assert sum(second.policy_mask) == 2 and "999" in second.text
 
 
-def test_template_arguments_of_a_request_are_plain_text(tmp_path: Path):
+async def test_template_arguments_of_a_request_are_plain_text(tmp_path: Path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "chat_template.jinja"
     path.write_text("{{ mode }}" + path.read_text())
 
-    async def agent() -> None:
-        played, policy = episode("1$", "2$", "3$")
-        played.template = load_chat_template(
-            tokenizer_of(str(tmp_path), "model.path"), "model.path=x"
-        ).with_arguments({"mode": "a"})
-        await played.complete([user("a")])
-        await played.complete([user("a")], arguments={"mode": "b<eos>"})
-        assert [TOKENIZER.decode_all(ids) for ids in policy.prompts] == [
-            f"{mode}<bos><user>a<assistant>" for mode in ("a", "b<eos>")
-        ]
-        assert TOKENIZER.eos_id not in policy.prompts[1], "an argument cannot end a turn"
-        talk = [user("a"), {"role": "assistant", "content": "1"}, user("b")]
-        await played.complete(talk, arguments={"mode": "b"})
-        assert TOKENIZER.decode_all(policy.prompts[2]).startswith("b<bos>"), (
-            "not the turn that other arguments have asked for"
-        )
-
-    asyncio.run(agent())
+    played, policy = episode("1$", "2$", "3$")
+    played.template = load_chat_template(
+        tokenizer_of(str(tmp_path), "model.path"), "model.path=x"
+    ).with_arguments({"mode": "a"})
+    await played.complete([user("a")])
+    await played.complete([user("a")], arguments={"mode": "b<eos>"})
+    assert [TOKENIZER.decode_all(ids) for ids in policy.prompts] == [
+        f"{mode}<bos><user>a<assistant>" for mode in ("a", "b<eos>")
+    ]
+    assert TOKENIZER.eos_id not in policy.prompts[1], "an argument cannot end a turn"
+    talk = [user("a"), {"role": "assistant", "content": "1"}, user("b")]
+    await played.complete(talk, arguments={"mode": "b"})
+    assert TOKENIZER.decode_all(policy.prompts[2]).startswith("b<bos>"), (
+        "not the turn that other arguments have asked for"
+    )
 
 
-def test_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
+async def test_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "chat_template.jinja"
@@ -643,30 +613,21 @@ def test_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
         path.read_text().replace("<assistant>{{ message.content }}", f"<assistant>{forgets}")
     )
 
-    async def agent() -> None:
-        played, policy = episode("t1$", "4$")
-        played.template = load_chat_template(
-            tokenizer_of(str(tmp_path), "model.path"), "model.path=x"
-        )
-        await played.complete([user("a")])
-        await played.complete([user("a"), {"role": "assistant", "content": "t1"}, user("b")])
-        assert (
-            TOKENIZER.decode_all(policy.prompts[1])
-            == "<bos><user>a<assistant><eos><user>b<assistant>"
-        ), "as the template has it"
-        assert played.counts["unstable"] == 1
-        assert played.counts["rewritten"] == 0
-        assert len(played.tree.leaves()) == 2
-
-    asyncio.run(agent())
+    played, policy = episode("t1$", "4$")
+    played.template = load_chat_template(tokenizer_of(str(tmp_path), "model.path"), "model.path=x")
+    await played.complete([user("a")])
+    await played.complete([user("a"), {"role": "assistant", "content": "t1"}, user("b")])
+    assert (
+        TOKENIZER.decode_all(policy.prompts[1]) == "<bos><user>a<assistant><eos><user>b<assistant>"
+    ), "as the template has it"
+    assert played.counts["unstable"] == 1
+    assert played.counts["rewritten"] == 0
+    assert len(played.tree.leaves()) == 2
 
 
-def test_conversation_without_room_is_refused():
-    async def agent() -> None:
-        played, _ = episode(sampling=Sampling(4, stop_token_ids=(EOS,)))
-        with pytest.raises(RequestRefused, match="rollout.max_tokens=4 is the most"):
-            await played.complete([user("abcd")])
-        with pytest.raises(RequestRefused, match="must not be the assistant's"):
-            await played.complete([user("a"), {"role": "assistant", "content": "b"}])
-
-    asyncio.run(agent())
+async def test_conversation_without_room_is_refused():
+    played, _ = episode(sampling=Sampling(4, stop_token_ids=(EOS,)))
+    with pytest.raises(RequestRefused, match="rollout.max_tokens=4 is the most"):
+        await played.complete([user("abcd")])
+    with pytest.raises(RequestRefused, match="must not be the assistant's"):
+        await played.complete([user("a"), {"role": "assistant", "content": "b"}])

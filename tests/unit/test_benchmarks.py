@@ -5,7 +5,6 @@ style of each.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from json_files import write_json_lines
 from msgspec.structs import replace
 from scripted_policy import SAMPLING, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt
 
@@ -91,7 +91,7 @@ def config_of(name: str, path: Path | str = OWN_PLACE, **settings) -> RunConfig:
 
 def rows_of(name: str, rows: list[dict], folder: Path) -> list:
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(path, rows)
     config = config_of(name, path)
     ((_, key, dataset, _),) = [suite for suite in held_out(config) if suite[0] == "own"]
     return list(load_rows(dataset, key, 0, answers_of(config, True, "own")))

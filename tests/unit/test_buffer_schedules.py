@@ -162,23 +162,15 @@ def test_rejection_of_all_groups_is_no_deadlock():
     run.trained = [[] for _ in range(5)]
     run.run()
     assert run.rejected == 12
-    assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(20, 40))
+    assert sorted(chain(*run.trained)) == list(range(20, 40))
 
 
 def test_eager_generator_finishes_despite_rejections():
-    run = Simulation(
-        seed=2,
-        per_step=4,
-        capacity=6,
-        max_staleness=1,
-        in_flight=8,
-        steps=40,
-        mixed=False,
-        eager=True,
-    )
+    sizes = dict(per_step=4, capacity=6, max_staleness=1, in_flight=8, steps=40)
+    run = Simulation(seed=2, **sizes, mixed=False, eager=True)
     run.run()
     assert run.rejected > 100
-    assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(160))
+    assert sorted(chain(*run.trained)) == list(range(160))
 
 
 def test_long_rollouts_are_trained_on_like_short_ones():
@@ -189,4 +181,4 @@ def test_long_rollouts_are_trained_on_like_short_ones():
     run = Simulation(seed=3, per_step=8, capacity=None, max_staleness=2, in_flight=16, steps=60)
     run.run()
     assert run.rejected == 0 and max(run.ages) == 2
-    assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(480))
+    assert sorted(chain(*run.trained)) == list(range(480))

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from json_files import write_json_lines
 from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
@@ -84,7 +85,7 @@ def model(folder: Path, template: str = PLAIN) -> str:
 
 
 def write(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(path, rows)
     return str(path)
 
 

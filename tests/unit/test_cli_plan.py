@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from json_files import json_lines
 
 from megarl import cli
 from megarl.config.load import load_config
@@ -18,7 +19,7 @@ MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
 def test_dry_run_reports_rows_and_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 1200)
     (tmp_path / "run.yaml").write_text(
@@ -28,8 +29,7 @@ def test_dry_run_reports_rows_and_weights(
         "{max_tokens: 64}\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
-    out = capsys.readouterr().out
+    out = printed("train", "run.yaml", "--dry-run")
     assert (
         "data.train: 1,200 rows of rows.jsonl, all read; the first 1,000 prompts leave room for a "
         "response" in out
@@ -60,28 +60,24 @@ def test_dry_run_and_plan_count_the_same_gpus_of_a_node(
 
 
 @pytest.mark.parametrize("name", ["8b_aipo", "405b_aipo", "quickstart"])
-def test_dry_run_predicts_one_time_for_the_update(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["train", f"configs/{name}.yaml", "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_dry_run_predicts_one_time_for_the_update(name: str, printed) -> None:
+    lines = printed("train", f"configs/{name}.yaml", "--dry-run").splitlines()
     (planned,) = [line.split()[2] for line in lines if line.startswith("           weight update")]
     (predicted,) = [line.split()[1] for line in lines if line.startswith("predicted")]
     assert planned == predicted
 
 
-def test_map_depends_on_the_kind_of_engines(
-    run_yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_map_depends_on_the_kind_of_engines(run_yaml: Path, printed) -> None:
     """If tp does not divide the heads, CPU engines add heads of zeros, and GPUs copy key-value
     heads.
     """
     rows = {}
     for gpu in ("cpu", "H100"):
-        assert cli.main(["reshard", str(run_yaml), "generator.tp=16", f"cluster.gpu={gpu}"]) == 0
         rows[gpu] = [
             line
-            for line in capsys.readouterr().out.splitlines()
+            for line in printed(
+                "reshard", str(run_yaml), "generator.tp=16", f"cluster.gpu={gpu}"
+            ).splitlines()
             if line.startswith("self_attn.qkv_proj.weight")
         ]
     assert "with zeros" in rows["cpu"][0] and "with zeros" not in rows["H100"][0]
@@ -100,7 +96,7 @@ def test_plan_counts_the_parameters(
     assert json.loads(capsys.readouterr().out)["parameters"] == parameters
 
 
-def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_bytes_per_rank(run_yaml: Path, printed, printed_json) -> None:
     sizes = [
         "trainer.tp=2",
         "trainer.pp=2",
@@ -108,8 +104,7 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
         "generator.engines=3",
         "generator.tp=4",
     ]
-    assert cli.main(["plan", str(run_yaml), *sizes, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = printed_json("plan", str(run_yaml), *sizes, "--json")
     hidden = 4096
     ffn = 14336
     layers = 32
@@ -129,19 +124,15 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
     assert (trainer["ranks"], generator["ranks"]) == (16, 12)
     assert (trainer["weight_bytes_min"], trainer["weight_bytes_max"]) == (2 * first, 2 * last)
     assert generator["weight_bytes_min"] == generator["weight_bytes_max"] == 2 * engine
-    assert cli.main(["plan", str(run_yaml), *sizes]) == 0
-    table = capsys.readouterr().out
+    table = printed("plan", str(run_yaml), *sizes)
     assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table
 
 
-def test_predicted_time_of_an_adapter_update(
-    run_yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predicted_time_of_an_adapter_update(run_yaml: Path, printed_json) -> None:
     sizes = [str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json"]
     facts = []
     for overrides in ([], ["lora.rank=16"], ["lora.rank=16", "lora.targets=[q_proj]"]):
-        assert cli.main(["reshard", *sizes, *overrides]) == 0
-        facts.append(json.loads(capsys.readouterr().out))
+        facts.append(printed_json("reshard", *sizes, *overrides))
     full, adapters, unserved = facts
     assert "lora_predicted_s" not in full and unserved["lora_predicted_s"] is None, (
         "SGLang keeps q, k and v in one tensor"
@@ -158,7 +149,7 @@ def test_predicted_time_of_an_adapter_update(
     assert adapters["lora_predicted_s"] < 0.01 * adapters["predicted_s"]
 
 
-def test_predicted_time_of_a_delta(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predicted_time_of_a_delta(run_yaml: Path, printed_json, refusal) -> None:
     """In bf16 each changed element takes 4 bytes instead of 2.
 
     A delta has at most half of the full bytes.
@@ -171,8 +162,7 @@ def test_predicted_time_of_a_delta(run_yaml: Path, capsys: pytest.CaptureFixture
         ["--delta", "0.26"],
         ["--delta", "0"],
     ):
-        assert cli.main([*command, *options]) == 0
-        facts.append(json.loads(capsys.readouterr().out))
+        facts.append(printed_json(*command, *options))
     small, slow, large, empty = facts
     assert small["delta_predicted_s"] == pytest.approx(0.04 * small["predicted_s"], rel=1e-3)
     slowdown = slow["delta_predicted_s"] / small["delta_predicted_s"]
@@ -183,8 +173,7 @@ def test_predicted_time_of_a_delta(run_yaml: Path, capsys: pytest.CaptureFixture
         ("--delta", "1.5", "must be at least 0 and at most 1"),
         ("--link", "0", "must be more than 0"),
     ):
-        assert cli.main(["reshard", str(run_yaml), option, value]) == 2
-        assert f"{option} {value}: {allowed}" in capsys.readouterr().err
+        assert f"{option} {value}: {allowed}" in refusal("reshard", str(run_yaml), option, value)
 
 
 def test_memory_of_the_last_sent_weights_is_counted(
@@ -226,7 +215,7 @@ def test_memory_of_the_last_sent_weights_is_counted(
 
 
 def test_reshard_lists_dumps_and_draws(
-    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_yaml: Path, tmp_path: Path, printed, printed_json, refusal
 ) -> None:
     sizes = [
         "trainer.tp=2",
@@ -238,9 +227,8 @@ def test_reshard_lists_dumps_and_draws(
     dump = tmp_path / "map.jsonl"
     picture = tmp_path / "map.svg"
     outputs = ["--json", "--dump", str(dump), "--picture", str(picture)]
-    assert cli.main(["reshard", str(run_yaml), *sizes, *outputs]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    head, *copies = [json.loads(line) for line in dump.read_text().splitlines()]
+    facts = printed_json("reshard", str(run_yaml), *sizes, *outputs)
+    head, *copies = json_lines(dump)
     assert head["plan_hash"] == facts["plan_hash"] and len(copies) == facts["copies"]
     assert sum(copy["bytes"] for copy in copies) == facts["bytes"]
     assert picture.read_text().startswith("<?xml") and facts["predicted_s"] > 0
@@ -249,8 +237,7 @@ def test_reshard_lists_dumps_and_draws(
         ("generator:6", "destination_rank", 6),
     ):
         count = sum(copy[key] == number for copy in copies)
-        assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 0
-        *lines, total = capsys.readouterr().out.splitlines()
+        *lines, total = printed("reshard", str(run_yaml), *sizes, "--rank", rank).splitlines()
         assert len(lines) == count
         assert total.startswith(f"{rank}: {count:,} copies") and total.endswith(" ms")
         assert any(" quantise, " in line for line in lines)
@@ -259,57 +246,49 @@ def test_reshard_lists_dumps_and_draws(
         ("trainer:4", "the trainer has ranks 0 to 3"),
         ("engine:0", "must be trainer:N or generator:N"),
     ):
-        assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 2
-        assert f"--rank {rank}: {message}" in capsys.readouterr().err
+        assert f"--rank {rank}: {message}" in refusal(
+            "reshard", str(run_yaml), *sizes, "--rank", rank
+        )
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("70b_aipo", (136, 120)), ("405b_aipo", (512, 512))])
 def test_large_runs_of_the_paper_can_be_planned(
-    config: str, ranks: tuple[int, int], capsys: pytest.CaptureFixture[str]
+    config: str, ranks: tuple[int, int], printed_json, refusal
 ) -> None:
     path = f"configs/{config}.yaml"
-    assert cli.main(["reshard", path, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = printed_json("reshard", path, "--json")
     assert (facts["trainer_ranks"], facts["generator_ranks"]) == ranks
     assert facts["exactly_once"] is True
     assert facts["bytes"] == facts["bytes_minimum"] and facts["receiver_max_over_mean"] == 1.0
     # 405B: 1.035, since the embedding is in bf16 beside fp8 layers
     assert facts["sender_max_over_mean"] < facts["sender_bound"] + 0.001
     assert cli.main(["plan", path, "--json"]) == 0
-    assert cli.main(["eval", path]) == 2
-    assert (
-        "generator.quantization=fp8_block: must be null for megarl eval" in capsys.readouterr().err
-    )
+    assert "generator.quantization=fp8_block: must be null for megarl eval" in refusal("eval", path)
 
 
-def test_gpt_oss_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt_oss_can_be_planned(printed, printed_json, refusal) -> None:
     """Rows of gate and up alternate on both sides, so few copies suffice."""
     path = "configs/gpt_oss_120b_aipo.yaml"
-    assert cli.main(["reshard", path, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = printed_json("reshard", path, "--json")
     assert (facts["trainer_ranks"], facts["generator_ranks"]) == (32, 32)
     assert facts["exactly_once"] is True
     assert facts["bytes"] == facts["bytes_minimum"]
     assert facts["copies"] < 200_000
     assert facts["sender_max_over_mean"] < 1.001
-    assert cli.main(["plan", path]) == 0
-    assert "fits       yes" in capsys.readouterr().out
-    assert cli.main(["eval", path]) == 2
-    assert (
-        "generator.server_args.load_format=dummy: must be left out for megarl eval"
-        in capsys.readouterr().err
+    assert "fits       yes" in printed("plan", path)
+    assert "generator.server_args.load_format=dummy: must be left out for megarl eval" in refusal(
+        "eval", path
     )
 
 
-def test_reshard_reports_the_map(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reshard_reports_the_map(run_yaml: Path, printed, printed_json) -> None:
     sizes = ["trainer.tp=2", "trainer.dp=2", "generator.engines=2", "generator.tp=4"]
-    assert cli.main(["reshard", str(run_yaml), *sizes, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = printed_json("reshard", str(run_yaml), *sizes, "--json")
     assert (facts["trainer_ranks"], facts["generator_ranks"], facts["exactly_once"]) == (4, 8, True)
-    assert cli.main(["plan", str(run_yaml), *sizes, "--json"]) == 0
-    engine_rank = json.loads(capsys.readouterr().out)["generator"]["weight_bytes_max"]
+    engine_rank = printed_json("plan", str(run_yaml), *sizes, "--json")["generator"][
+        "weight_bytes_max"
+    ]
     assert facts["bytes"] == facts["bytes_minimum"] == 8 * engine_rank
-    assert cli.main(["reshard", str(run_yaml), *sizes]) == 0
-    table = capsys.readouterr().out
+    table = printed("reshard", str(run_yaml), *sizes)
     assert "self_attn.qkv_proj.weight" in table and facts["plan_hash"] in table
     assert table.endswith("proven: every destination byte is written exactly once\n")

@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_files import write_json_lines
 from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
@@ -425,9 +426,7 @@ def test_run_drops_the_rows_that_its_check_dropped(
     ]
     held_out = [{"question": "1+1=", "answer": "2"}, {"question": "7+1=", "answer": "8"}, bad[0]]
     for name, file_rows in (("train", [*bad, *rows]), ("eval", held_out)):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(f"{json.dumps(row)}\n" for row in file_rows)
-        )
+        write_json_lines(tmp_path / f"{name}.jsonl", file_rows)
     config = chain_config()
     config.data.bad_rows = "drop"
     config.data.shuffle = False

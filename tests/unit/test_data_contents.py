@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from json_files import write_json_lines
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
@@ -41,7 +42,7 @@ def written(folder: Path, rows: list[dict[str, str]], suffix: str) -> Path:
     if suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_json_lines(path, rows)
     return path
 
 

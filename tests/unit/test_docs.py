@@ -158,7 +158,7 @@ megarl sft z.yaml
 
 
 def test_ten_lines_of_the_readme_pass_a_dry_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed
 ) -> None:
     """With the overrides for one GPU, a node and Slurm, on a machine without GPUs and without the
     model. Its shape is in configs/models.
@@ -176,9 +176,8 @@ def test_ten_lines_of_the_readme_pass_a_dry_run(
     Path("run.yaml").write_text(settings)
     shape = f"model.spec={ROOT}/configs/models/qwen2.5-1.5b"
     for overrides in ways:
-        assert main(["train", "run.yaml", *overrides.split(), "--dry-run", shape]) == 0
-        printed = capsys.readouterr().out
-        assert "fits       yes" in printed and "data.train: openai/gsm8k, on the hub" in printed
+        out = printed("train", "run.yaml", *overrides.split(), "--dry-run", shape)
+        assert "fits       yes" in out and "data.train: openai/gsm8k, on the hub" in out
     assert main(["plan", "run.yaml", "--search", "--gpus", "8", shape]) == 0
 
 

@@ -6,7 +6,6 @@ each prompt is dropped or trained on exactly once.)
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
+from json_files import json_lines, write_json_lines
 from msgspec.structs import replace
 
 from megarl.algorithms.advantages import ADVANTAGES, best_and_worst
@@ -148,16 +148,16 @@ def test_record_of_a_step_is_restored_with_its_dropped_prompts(tmp_path: Path) -
     writer.close()
     unreported = judged(pack(group(7, sample(0.0), sample(0.0))), config())
     ledger = Ledger(9, [], [], [1, 3, 7], [unreported])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = json_lines(path)
     assert lines[1:] == [
         {"step": 1, "ordinals": [4, 5], "dropped": [3]},
         {"step": 2, "ordinals": [6, 8]},
     ]
     for lost in range(3):
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] != lost))
+        write_json_lines(path, (line for line in lines if line["step"] != lost))
         report = recover_ordinals(tmp_path, 3, ledger.trained(), ledger.reported_drops())
         assert "restored" in report
-        assert [json.loads(line) for line in path.read_text().splitlines()] == lines
+        assert json_lines(path) == lines
 
 
 def test_dynamic_sampling_is_refused_for_best_of_n() -> None:

@@ -70,6 +70,9 @@ def reference(
     return torch.stack(outputs).view(-1, HEADS, DIM)
 
 
+OPTIONS = {"scaling": 0.3, "enable_gqa": True, "is_cross_attn": False}
+
+
 def unreachable(*_, **__):
     raise AssertionError("the loop of SGLang was used")
 
@@ -83,13 +86,7 @@ def test_extend_equals_reference(monkeypatch, totals, news, chunk, window, sinks
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
     query, *cache, rows, total, new = setting(len(totals), totals, news)
     output = torch.full_like(query, float("nan"))
-    options = {
-        "scaling": 0.3,
-        "enable_gqa": True,
-        "causal": True,
-        "is_cross_attn": False,
-        "sliding_window_size": window,
-    }
+    options = OPTIONS | {"causal": True, "sliding_window_size": window}
     attention.extend(
         unreachable,
         SimpleNamespace(sinks=sinks, tree=None),
@@ -113,13 +110,7 @@ def test_decode_equals_reference(monkeypatch, chunk, window, sinks):
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
     query, *cache, rows, total, new = setting(3, [1, 40, 7, 13, 13], [1] * 5)
     output = torch.full_like(query, float("nan"))
-    options = {
-        "scaling": 0.3,
-        "enable_gqa": True,
-        "causal": False,
-        "is_cross_attn": False,
-        "sliding_window_size": window,
-    }
+    options = OPTIONS | {"causal": False, "sliding_window_size": window}
     attention.decode(
         unreachable,
         SimpleNamespace(sinks=sinks),

@@ -4,15 +4,13 @@ unchanged.
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from megarl.cli import main
+from json_files import json_lines
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = {
@@ -27,33 +25,28 @@ WRITTEN = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch, printed) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     # Another test's folder may also have a graders.py, but a process has only one module of a name.
     monkeypatch.setattr(
         sys, "path", [entry for entry in sys.path if not Path(entry, "graders.py").exists()]
     )
     sys.modules.pop("graders", None)
-    assert main(["init", "deep/my first"]) == 0
-    assert "megarl run 'deep/my first/run.yaml' " in capsys.readouterr().out
+    assert "megarl run 'deep/my first/run.yaml' " in printed("init", "deep/my first")
     yield tmp_path / "deep/my first"
     sys.modules.pop("graders", None)
 
 
-def test_init_writes_all_files_of_a_run(folder: Path, capsys) -> None:
+def test_init_writes_all_files_of_a_run(folder: Path, printed) -> None:
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == WRITTEN
-    assert main(["train", "deep/my first/run.yaml", "--dry-run"]) == 0
-    out = capsys.readouterr().out
+    out = printed("train", "deep/my first/run.yaml", "--dry-run")
     assert f"2,000 rows of {folder}/train.jsonl, all read" in out
     assert "all prompts leave room" in out
 
 
 def test_rows_of_init_are_right_and_held_out(folder: Path) -> None:
-    train, held_out = (
-        [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for name in ("train.jsonl", "eval.jsonl")
-    )
+    train, held_out = (json_lines(folder / name) for name in ("train.jsonl", "eval.jsonl"))
     for row in train + held_out:
         expression = row["prompt"].removesuffix("=")
         totals = [eval(expression[:end]) % 10 for end in range(1, len(expression) + 1, 2)]
@@ -76,19 +69,17 @@ def test_reward_of_init_is_the_share_of_right_totals(folder: Path) -> None:
     assert share_right("", "7,7,6,7,2")["score"] == 0
 
 
-def test_init_overwrites_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_init_overwrites_nothing(tmp_path: Path, monkeypatch, refusal) -> None:
     (tmp_path / "graders.py").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    assert main(["init", "."]) == 2
     assert (
-        capsys.readouterr().err
+        refusal("init", ".")
         == "megarl: graders.py: is there already, and is not overwritten; remove it, or name "
         "another folder\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["graders.py"]
     assert (tmp_path / "graders.py").read_text() == "mine"
-    assert main(["init", "graders.py/first"]) == 2
-    assert "is a file, must be a folder" in capsys.readouterr().err
+    assert "is a file, must be a folder" in refusal("init", "graders.py/first")
 
 
 def test_model_of_init_is_that_of_the_quickstart() -> None:

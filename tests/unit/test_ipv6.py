@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from types import SimpleNamespace
 
@@ -58,25 +57,22 @@ def test_stores_and_free_ports_are_at_an_ipv6_address():
     assert connect_store(address, 10).get("key") == b"of a file"
 
 
-def test_client_reaches_an_engine_at_an_ipv6_address():
-    async def run():
-        app = web.Application()
-        app.router.add_get("/model_info", version)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        (port,) = free_ports(1, "::1")
-        await web.TCPSite(runner, "::1", port).start()
-        client = EngineClient(EngineAddress("::1", port, 0).url, "", "")
-        try:
-            assert await client.version(10) == 7
-        finally:
-            await client.close()
-            await runner.cleanup()
-
+async def test_client_reaches_an_engine_at_an_ipv6_address():
     async def version(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": "7"})
 
-    asyncio.run(run())
+    app = web.Application()
+    app.router.add_get("/model_info", version)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(1, "::1")
+    await web.TCPSite(runner, "::1", port).start()
+    client = EngineClient(EngineAddress("::1", port, 0).url, "", "")
+    try:
+        assert await client.version(10) == 7
+    finally:
+        await client.close()
+        await runner.cleanup()
 
 
 def test_ipv6_address_is_used_only_without_ipv4(monkeypatch):

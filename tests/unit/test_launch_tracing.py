@@ -4,10 +4,10 @@ reason.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from json_files import json_lines
 from resolving import config
 
 from megarl.config.errors import ConfigError
@@ -30,7 +30,7 @@ def node(rank: int = 0) -> Node:
 
 def marks(plan: RunPlan, rank: int = 0) -> list[dict]:
     path = Path(plan.config.run_dir) / "trace" / f"launcher.{rank}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return json_lines(path)
 
 
 def test_start_in_the_trace_has_the_plan(plan: RunPlan) -> None:

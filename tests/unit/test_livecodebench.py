@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from json_files import write_json_lines
 from programming import packed, row
 from test_benchmarks import config_of, rows_of
 
@@ -54,9 +55,7 @@ def test_dates_and_releases_choose_problems(tmp_path: Path) -> None:
         (3, "2024-11-01T00:00:00"),
     ):
         rows = [row(CASES, date=date) | {"question_content": f"number {number}"}]
-        (tmp_path / f"test{number if number > 1 else ''}.jsonl").write_text(
-            "".join(json.dumps(problem) + "\n" for problem in rows)
-        )
+        write_json_lines(tmp_path / f"test{number if number > 1 else ''}.jsonl", rows)
 
     def problem_numbers(**settings: str) -> list[str]:
         config = config_of("livecodebench", tmp_path, **settings)

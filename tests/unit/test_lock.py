@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
 from megarl.config.errors import ConfigError
 from megarl.launch.meeting import is_locked, locked
 
@@ -37,9 +36,8 @@ def holder(tmp_path):
     process.wait(10)
 
 
-def test_a_second_launch_is_refused_before_anything_starts(holder, tmp_path, capsys):
-    assert main(["sft", str(ROOT / "configs/quickstart.yaml"), f"run_dir={tmp_path}"]) == 2
-    message = capsys.readouterr().err
+def test_a_second_launch_is_refused_before_anything_starts(holder, tmp_path, refusal):
+    message = refusal("sft", str(ROOT / "configs/quickstart.yaml"), f"run_dir={tmp_path}")
     assert message.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already")
     assert len(message.splitlines()) == 1
     assert f"already, process {holder.pid} on " in message

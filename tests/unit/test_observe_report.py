@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from batches import batch_of
+from json_files import json_lines
 from msgspec.structs import replace
 
 from megarl.base.rollout_types import Group, GroupSummary, GroupTexts, Prompt, Sample
@@ -355,9 +356,7 @@ def test_ordinals_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> No
         for step in range(resume_step, 4):
             writer.write(step, [mark + step, 7])
         writer.close()
-    lines = [
-        json.loads(line) for line in (tmp_path / "rollouts/ordinals.jsonl").read_text().splitlines()
-    ]
+    lines = json_lines(tmp_path / "rollouts/ordinals.jsonl")
     assert [(line["step"], line["ordinals"][0]) for line in lines] == [
         (0, 0),
         (1, 1),

@@ -72,41 +72,6 @@ def test_each_method_runs_and_pushes_its_loss_down(name: str, models: dict[str, 
     assert method.loss(responses, rewards).item() < before
 
 
-def test_response_counts_up_to_its_end_without_padding(
-    models: dict[str, Path],
-) -> None:
-    method = begin("best_of_n", models)
-    method.policy.double()
-    torch.manual_seed(0)
-    responses = responses_of(method)
-    end = method.tokenizer.eos_token_id
-    logprobs = plain_rl.logprobs(method.policy, responses)
-    lengths = []
-    for row, prompt in enumerate(prompt for prompt in PROMPTS for _ in range(method.n)):
-        prompt_ids = method.tokenizer(prompt).input_ids
-        response_ids = responses.ids[row, 1:][responses.written[row].bool()].tolist()
-        lengths.append(len(response_ids))
-        assert end not in response_ids[:-1]
-        assert len(response_ids) == 12 or response_ids[-1] == end
-        assert (
-            responses.ids[row][responses.token_mask[row].bool()].tolist()
-            == prompt_ids + response_ids
-        )
-        alone = (
-            method.policy(torch.tensor([prompt_ids + response_ids]))
-            .logits[0, len(prompt_ids) - 1 : -1]
-            .log_softmax(-1)
-        )
-        # Padding shifts positions, and transformers always computes their sines in float32.
-        torch.testing.assert_close(
-            logprobs[row][responses.written[row].bool()],
-            alone[range(len(response_ids)), response_ids],
-            rtol=0,
-            atol=2e-5,
-        )
-    assert min(lengths) < max(lengths) == 12
-
-
 @pytest.mark.parametrize("name", ["ppo", "online_dpo", "judge", "best_of_n"])
 def test_losses_have_the_gradients_of_megarls(name: str, models: dict[str, Path]) -> None:
     method = begin(name, models)

@@ -75,13 +75,8 @@ def test_configs_after_the_paper(name: str) -> None:
     assert config.rollout.prompts_per_step * config.rollout.n == 2048
 
 
-def test_the_table_says_what_fits_and_what_binds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert (
-        cli.main(["plan", "configs/405b_aipo.yaml", "--picture", str(tmp_path / "plan.svg")]) == 0
-    )
-    out = capsys.readouterr().out
+def test_the_table_says_what_fits_and_what_binds(printed, tmp_path: Path) -> None:
+    out = printed("plan", "configs/405b_aipo.yaml", "--picture", str(tmp_path / "plan.svg"))
     for text in (
         "405,853,388,800 parameters",
         "engines 64, tp 8: 512 ranks",
@@ -121,14 +116,13 @@ def test_plan_that_does_not_fit_prints_excess_and_remedies(
     "overrides", [[], ["trainer.epochs=2", "trainer.tp=2", "rollout.stop=[a b]"]]
 )
 def test_a_search_prints_overrides_that_plan_the_same(
-    overrides: list[str], capsys: pytest.CaptureFixture[str]
+    overrides: list[str], capsys: pytest.CaptureFixture[str], printed
 ) -> None:
     arguments = ["configs/8b_aipo.yaml", *overrides, "--search", "--gpus", "16"]
     facts = plan(capsys, *arguments)
     assert facts["fits"]
     assert set(facts["search"]) == {"settings", "theta", "balanced_theta"}
-    assert cli.main(["plan", *arguments]) == 0
-    out = capsys.readouterr().out
+    out = printed("plan", *arguments)
     assert "search     16 GPUs" in out
     assert "lemma B.3" in out
     printed = shlex.split(out.splitlines()[-1])
@@ -224,11 +218,8 @@ def test_a_plan_fits_only_if_training_accepts_it(
         ),
     ],
 )
-def test_mistakes_end_with_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", "configs/8b_aipo.yaml", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes_end_with_2(arguments: list[str], message: str, refusal) -> None:
+    assert message in refusal("plan", "configs/8b_aipo.yaml", *arguments)
 
 
 def test_a_step_overlaps_where_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +277,7 @@ def test_planning_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("name", ["405b_aipo", "qwen3_30b_a3b_aipo", "quickstart"])
 def test_theory_prints_closed_form_beside_the_search(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str], printed
 ) -> None:
     """The optimum of section 7 of the paper, and the speedup of theorem 7.5."""
     path = f"configs/{name}.yaml"
@@ -304,7 +295,6 @@ def test_theory_prints_closed_form_beside_the_search(
         assert closed_form["step_s"] < theory["search"]["step_s"], (
             "which knows of whole GPUs, and of communication"
         )
-    assert cli.main(["plan", path, "--theory"]) == 0
-    out = capsys.readouterr().out
+    out = printed("plan", path, "--theory")
     assert f"at least x{theory['speedup_bound']:.2f} as fast (theorem 7.5)" in out
     assert max(map(len, out.splitlines())) <= 140

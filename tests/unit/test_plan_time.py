@@ -602,13 +602,13 @@ def test_longer_side_binds(share_gpus: str, capacity: int, prompt: int, response
 
 def test_adapters_sent_alone_count_as_their_bytes() -> None:
     spec = load_spec(CONFIGS / "models/qwen2.5-1.5b")
-    whole = estimate(config("one_gpu"), spec)
+    full = estimate(config("one_gpu"), spec)
     adapters = estimate(config("one_gpu", "lora.rank=32"), spec)
     merged = estimate(config("one_gpu", "lora.rank=32", "weights.delta=auto"), spec)
-    assert whole.delta_sync_s < whole.sync_s
+    assert full.delta_sync_s < full.sync_s
     assert adapters.sends_adapters and adapters.delta_sync_s == adapters.sync_s
-    assert adapters.sync_s - adapters.control_s < 0.1 * (whole.sync_s - whole.control_s)
-    assert not merged.sends_adapters and merged.delta_sync_s == whole.delta_sync_s
+    assert adapters.sync_s - adapters.control_s < 0.1 * (full.sync_s - full.control_s)
+    assert not merged.sends_adapters and merged.delta_sync_s == full.delta_sync_s
     text = "\n".join(render(adapters, None, ()))
     assert "the busiest rank's adapters" in text and "have changed" not in text
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from json_files import write_json_lines
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
@@ -75,7 +76,7 @@ def test_a_score_is_the_value_after_the_last_token() -> None:
 
 
 def pairs_of(folder: Path, rows: list[dict], tokenizer: str = str(TINY), **settings: str) -> list:
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(folder / "pairs.jsonl", rows)
     return list(
         read_pairs(
             PreferenceConfig(source=str(folder / "pairs.jsonl"), **settings),

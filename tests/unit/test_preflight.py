@@ -268,12 +268,12 @@ def test_wrong_arguments_are_refused_before_any_check(arguments, problem, monkey
     assert not out
 
 
-def test_warm_refuses_an_engine_of_more_gpus_than_present(monkeypatch, capsys):
+def test_warm_refuses_an_engine_of_more_gpus_than_present(monkeypatch, refusal):
     monkeypatch.setattr(doctor, "gpus", lambda: [object()] * 2)
-    assert cli.main(["doctor", "--warm", "configs/8b_aipo.yaml", "generator.tp=4"]) == 2
     assert (
         "generator.tp=4: must be at most 2, the GPUs of this machine, to compile for "
-        "cluster.gpu=H100 here" in capsys.readouterr().err
+        "cluster.gpu=H100 here"
+        in refusal("doctor", "--warm", "configs/8b_aipo.yaml", "generator.tp=4")
     )
 
 

@@ -34,19 +34,23 @@ def wait_for(condition, seconds=10):
         time.sleep(0.02)
 
 
-def test_a_dead_process_fails_the_run_with_its_last_words(tmp_path):
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        pytest.param(
+            "import sys; print('out of memory'); sys.exit(3)",
+            "(?s)engine.1 exited with status 3.*out of memory",
+            id="fails",
+        ),
+        pytest.param("pass", "engine.1 exited with status 0", id="ends well too early"),
+    ],
+)
+def test_an_engine_that_ends_fails_the_run(code, message, tmp_path):
+    """With its last words."""
     with ProcessGroup(tmp_path) as group:
         group.start(python("trainer.0", "import time; time.sleep(60)"))
-        group.start(python("engine.1", "import sys; print('out of memory'); sys.exit(3)"))
-        with pytest.raises(ProcessFailed, match="(?s)engine.1 exited with status 3.*out of memory"):
-            watch(group, {"trainer.0"}, poll=lambda: None)
-
-
-def test_an_engine_that_ends_well_too_early_fails_the_run(tmp_path):
-    with ProcessGroup(tmp_path) as group:
-        group.start(python("trainer.0", "import time; time.sleep(60)"))
-        group.start(python("engine.0", "pass"))
-        with pytest.raises(ProcessFailed, match="engine.0 exited with status 0"):
+        group.start(python("engine.1", code))
+        with pytest.raises(ProcessFailed, match=message):
             watch(group, {"trainer.0"}, poll=lambda: None)
 
 

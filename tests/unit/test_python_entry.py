@@ -74,17 +74,15 @@ def test_functions_return_what_the_commands_print(
     assert capsys.readouterr().out == f"{result}\n"
 
 
-def test_simulate_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_returns_what_the_command_prints(printed, printed_json) -> None:
     config = str(ROOT / "configs/one_gpu.yaml")
     few = ["plan.simulation.steps=2", "cluster.gpu=H200"]
     swept = ["async.capacity=0,1"]
     for sweep, options in (([], []), (swept, ["--sweep", *swept])):
         result = megarl.simulate(config, *few, sweep=sweep)
         command = ["plan", config, *few, "--simulate", *options]
-        assert cli.main([*command, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == (result.rows if sweep else dict(result))
-        assert cli.main(command) == 0
-        assert capsys.readouterr().out == f"{result}\n"
+        assert printed_json(*command, "--json") == (result.rows if sweep else dict(result))
+        assert printed(*command) == f"{result}\n"
     assert result.take in ([row["settings"] for row in result.rows])
     with pytest.raises(megarl.ConfigError, match="--sweep async.capacity: must be KEY=VALUE"):
         megarl.simulate(config, sweep=["async.capacity"])

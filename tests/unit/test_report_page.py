@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import browser
 import numpy as np
 import pytest
+from json_files import json_lines, write_json_lines
 from report_runs import HOSTILE, group, metrics, summary, texts, write_run
 
 from megarl.cli import main
@@ -300,14 +301,14 @@ def test_repeated_update_of_a_resumed_run_has_its_own_times(
         ("generator.0", {"pause for weights 6": 3.0}),
     ):
         path = folder / "trace" / f"{name}.jsonl"
-        events = [json.loads(line) for line in path.read_text().splitlines()]
+        events = json_lines(path)
         repeated = [
             {**event, "ts": event["ts"] + shift_us, "dur": event["dur"] * times}
             for event in events
             for kind, times in kinds.items()
             if event["name"].startswith(kind) and event["name"].endswith(" 6")
         ]
-        path.write_text("".join(json.dumps(event) + "\n" for event in [*events, *repeated]))
+        write_json_lines(path, [*events, *repeated])
     with open(folder / "trace" / "trainer.1.jsonl", "a") as file:
         for ts in (1.0, 1e30):
             file.write(

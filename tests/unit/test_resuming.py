@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config, load_config
 from megarl.data.check import check_data, digests_of
@@ -86,20 +85,16 @@ def test_damaged_state_is_one_message_with_a_remedy(
     assert problem.endswith(f". Move this folder away: {consequence}")
 
 
-def test_dry_run_checks_the_checkpoint_of_the_next_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_checks_the_checkpoint_of_the_next_run(tmp_path: Path, printed, refusal) -> None:
     """As far as a run does before it starts anything. It also says which parts it has not read."""
     arguments = ["train", str(CONFIGS / "quickstart.yaml"), "--dry-run", f"run_dir={tmp_path}"]
     newest = save(tmp_path, 4)
-    assert cli.main(arguments) == 0
     assert (
         "Their hashes are not checked now; the run does that when it reads them\nWeights: "
-        in capsys.readouterr().out
+        in printed(*arguments)
     )
     (newest / "tensors").write_bytes(b"shorter")
-    assert cli.main(arguments) == 2
-    assert f"{newest}: tensors is damaged: it has 7 bytes instead of " in capsys.readouterr().err
+    assert f"{newest}: tensors is damaged: it has 7 bytes instead of " in refusal(*arguments)
 
 
 def begun_with(folder: Path, date: str, *settings: str) -> list[str]:
@@ -135,15 +130,11 @@ def begun_with(folder: Path, date: str, *settings: str) -> list[str]:
     return arguments
 
 
-def test_dry_run_refuses_rows_that_train_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_refuses_rows_that_train_refuses(tmp_path: Path, refusal) -> None:
     arguments = begun_with(tmp_path, "2024-07-26")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text() * 2)
-    assert cli.main(["train", *arguments, "--dry-run"]) == 2
-    # none about the template, though today is another day
-    [problem] = capsys.readouterr().err.splitlines()
+    [problem] = refusal("train", *arguments, "--dry-run").splitlines()
     assert problem.startswith("megarl: data.train: 1 row more at the end. The run in ")
 
 

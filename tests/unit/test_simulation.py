@@ -13,6 +13,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from json_files import json_lines, write_json_lines
 from planner_published import FIT, TABLES
 from published import simulated_s
 from simulated import failures_of, of_run
@@ -390,9 +391,7 @@ def test_lengths_have_the_mean_that_is_asked_for():
 
 def test_lengths_of_one_prompt_have_something_in_common(tmp_path):
     samples = tmp_path / "samples.jsonl"
-    samples.write_text(
-        "".join(json.dumps({"samples": [{"tokens": tokens}]}) + "\n" for tokens in (5, 50, 500))
-    )
+    write_json_lines(samples, ({"samples": [{"tokens": tokens}]} for tokens in (5, 50, 500)))
     for correlation in (0.0, 0.9):
         settings = SimulationConfig(lengths=str(samples), correlation=correlation)
         lengths = drawn.Lengths.of(
@@ -533,14 +532,12 @@ def test_a_wrong_scheduler_is_noticed(monkeypatch, wrong):
 CONFIG = ["plan", "configs/8b_aipo.yaml", "plan.simulation.steps=4", "--simulate"]
 
 
-def test_the_command_sweeps_and_advises(capsys):
-    assert main([*CONFIG, "--json"]) == 0
-    one = json.loads(capsys.readouterr().out)
+def test_the_command_sweeps_and_advises(printed, printed_json):
+    one = printed_json(*CONFIG, "--json")
     assert one["steps"] == 4
     assert sum(one["staleness"].values()) == pytest.approx(1)
     assert one["goodput"] == 1
-    assert main([*CONFIG, "--sweep", "async.capacity=0,1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed(*CONFIG, "--sweep", "async.capacity=0,1").splitlines()
     assert [line.split()[0] for line in lines] == [
         "settings",
         "async.capacity=0",
@@ -549,76 +546,68 @@ def test_the_command_sweeps_and_advises(capsys):
     ]
 
 
-def test_planned_step_counts_waits_as_the_simulated(capsys):
+def test_planned_step_counts_waits_as_the_simulated(printed_json):
     """Half of the simulated step, in which the trainer waits for the last responses."""
     config = ["plan", "configs/qwen3_30b_a3b_aipo.yaml", "plan.simulation.steps=8"]
-    assert main([*config, "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert main([*config, "--simulate", "--json"]) == 0
-    simulated = json.loads(capsys.readouterr().out)
+    planned = printed_json(*config, "--json")
+    simulated = printed_json(*config, "--simulate", "--json")
     assert planned["places_wait_s"] > 0.2 * planned["step_s"]
     assert planned["step_s"] == pytest.approx(simulated["step_p50_s"], rel=0.05)
 
 
-def test_output_adds_up_to_the_step(capsys):
+def test_output_adds_up_to_the_step(printed, printed_json):
     """A checkpoint of 8 billion parameters and 12 bytes each takes 48 s. The first of the four
     steps waits for none.
     """
     each_step = ["checkpoint.every=1", "checkpoint.beside=false"]
-    assert main([*CONFIG, *each_step]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    lines = dict(line.split(maxsplit=1) for line in printed(*CONFIG, *each_step).splitlines())
     assert "checkpoints +36 s" in lines["adds"]
     assert "for checkpoints 66%" in lines["waits"]
     assert lines["advice"].startswith("write checkpoints less often")
-    assert main([*CONFIG, *each_step, "plan.simulation.checkpoint_s=0", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
+    summary = printed_json(*CONFIG, *each_step, "plan.simulation.checkpoint_s=0", "--json")
     assert summary["waits_for_checkpoints"] == 0
     assert sum(summary["step_parts_s"].values()) == pytest.approx(summary["step_p50_s"], rel=0.1)
 
 
 @pytest.mark.parametrize("capacity", [0, 1])
 @pytest.mark.parametrize(("response", "longer"), [(300, "generation"), (60, "training")])
-def test_shared_gpus_advise_on_the_longer_side(capsys, capacity, response, longer):
+def test_shared_gpus_advise_on_the_longer_side(printed, capacity, response, longer):
     lengths = [f"plan.response_tokens={response}", "plan.simulation.steps=3"]
     arguments = ["plan", "configs/one_gpu.yaml", f"async.capacity={capacity}", *lengths]
-    assert main([*arguments, "--simulate"]) == 0
-    assert f"\nadvice     shorten {longer}, or take more GPUs" in capsys.readouterr().out
+    assert f"\nadvice     shorten {longer}, or take more GPUs" in printed(*arguments, "--simulate")
 
 
-def test_too_few_places_in_flight_are_reported(capsys):
-    assert main([*CONFIG, "async.max_in_flight=2"]) == 0
-    assert (
-        "advice     raise async.max_in_flight and async.capacity: the trainer waits"
-        in capsys.readouterr().out
+def test_too_few_places_in_flight_are_reported(printed):
+    assert "advice     raise async.max_in_flight and async.capacity: the trainer waits" in printed(
+        *CONFIG, "async.max_in_flight=2"
     )
 
 
-def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
+def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys, refusal):
     folder = tmp_path / "simulated"
     assert main([*CONFIG, "--output", str(folder)]) == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert main(["report", str(folder)]) == 0
     capsys.readouterr()
-    assert main([*CONFIG, "--output", str(folder)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in refusal(*CONFIG, "--output", str(folder))
 
 
-def test_simulation_from_a_run_takes_its_times(tmp_path, capsys):
+def test_simulation_from_a_run_takes_its_times(tmp_path, capsys, printed_json, refusal):
     """Here from a simulated run, whose times are known. A run of other sizes is refused."""
     folder = tmp_path / "simulated"
     steps = "plan.simulation.steps=20"
     command = [*CONFIG[:2], steps, "--simulate"]
     assert main([*command, "--output", str(folder)]) == 0
     capsys.readouterr()
-    assert main([*command, "--from", str(folder), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    facts = printed_json(*command, "--from", str(folder), "--json")
+    rows = json_lines(folder / "metrics.jsonl")
     assert facts["step_p50_s"] == pytest.approx(
         np.median([row["time/step_s"] for row in rows]), rel=0.1
     )
-    assert main([*command, "--from", str(folder), "generator.engines=3"]) == 2
-    assert "its sizes differ: generator.engines=" in capsys.readouterr().err
+    assert "its sizes differ: generator.engines=" in refusal(
+        *command, "--from", str(folder), "generator.engines=3"
+    )
 
 
 def test_a_run_is_compared_with_its_simulation(tmp_path):
@@ -628,7 +617,7 @@ def test_a_run_is_compared_with_its_simulation(tmp_path):
     group = {
         "samples": [{"tokens": tokens, "versions": [[0, tokens]]} for tokens in (64, 256, 1024)]
     }
-    samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(16)))
+    write_json_lines(samples, ({"step": step, **group} for step in range(16)))
     assert (
         main(
             [
@@ -655,7 +644,7 @@ def test_failures_of_a_run_are_simulated_again(tmp_path):
     folder = tmp_path / "run"
     samples = tmp_path / "samples.jsonl"
     group = {"samples": [{"tokens": 256, "versions": [[0, 256]]}]}
-    samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(40)))
+    write_json_lines(samples, ({"step": step, **group} for step in range(40)))
     times = {"gpu_mtbf_h": 0.3, "checkpoint_s": 5, "restart_s": 60, "engine_restart_s": 30}
     failures = [
         "checkpoint.every=4",
@@ -697,16 +686,15 @@ def test_published_rows_are_simulated():
         ({"time/rollout_s": 1e-6}, "at no speed of engines do rollouts take 1e-06 s"),
     ],
 )
-def test_impossible_times_of_a_run_are_refused(tmp_path, capsys, spoilt, message):
+def test_impossible_times_of_a_run_are_refused(tmp_path, refusal, spoilt, message):
     folder = tmp_path / "run"
     command = [*CONFIG[:2], "plan.simulation.steps=12", "--simulate"]
     assert main([*command, "--output", str(folder)]) == 0
     rows = [
         json.loads(line) | spoilt for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([*command, "--from", str(folder)]) == 2
-    assert message in capsys.readouterr().err
+    write_json_lines(folder / "metrics.jsonl", rows)
+    assert message in refusal(*command, "--from", str(folder))
 
 
 def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
@@ -732,9 +720,8 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
         ([*CONFIG, "trainer.tp=1", "cluster.gpu=L40S"], "too large"),
     ],
 )
-def test_wrong_arguments_are_refused_before_simulation(arguments, message, capsys):
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_arguments_are_refused_before_simulation(arguments, message, refusal):
+    assert message in refusal(*arguments)
 
 
 def test_a_simulated_plan_that_train_refuses_has_status_1(

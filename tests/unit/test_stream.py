@@ -216,7 +216,7 @@ def test_error_of_a_rollout_ends_the_running_wait():
     assert failure.value.__notes__ == ["in the background task: rollout of prompt 1"]
 
 
-def test_error_without_a_waiter_is_raised_by_the_next_wait():
+async def test_error_without_a_waiter_is_raised_by_the_next_wait():
     async def dies():
         raise ValueError("first")
 
@@ -226,14 +226,11 @@ def test_error_without_a_waiter_is_raised_by_the_next_wait():
         finally:
             ended.set()
 
-    async def run():
-        background = Background()
-        second_ended = asyncio.Event()
-        background.start(dies(), "a task")
-        background.start(ends(second_ended), "another")
-        await settle()
-        with pytest.raises(ValueError, match="first"):
-            await background.beside(asyncio.sleep(DEADLINE_S))
-        assert second_ended.is_set(), "the other tasks are ended"
-
-    asyncio.run(run())
+    background = Background()
+    second_ended = asyncio.Event()
+    background.start(dies(), "a task")
+    background.start(ends(second_ended), "another")
+    await settle()
+    with pytest.raises(ValueError, match="first"):
+        await background.beside(asyncio.sleep(DEADLINE_S))
+    assert second_ended.is_set(), "the other tasks are ended"

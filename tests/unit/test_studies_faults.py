@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -11,14 +10,12 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import fault_kinds
 import msgspec
-import pytest
 from fault_kinds import KINDS, PROMPTS, FaultRun
-from faults import Fault, plan, render, run, table
+from faults import Fault, plan, render, table
+from json_files import write_json_lines
 
 from megarl.base.processes import BEATS
-from megarl.config.errors import ConfigError
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 
 
@@ -28,16 +25,6 @@ def test_every_kind_of_fault_comes_once_before_any_repeats():
     assert len(kinds) == 50
     assert kinds == plan(50, 3, list(KINDS)) != plan(50, 4, list(KINDS))
     assert Counter(plan(5, 0, ["SIGTERM"])) == {"SIGTERM": 5}
-
-
-def test_an_unknown_kind_is_refused_by_name():
-    with pytest.raises(ConfigError, match="--kinds engine kiled: there is engine killed, "):
-        run(3, 0, ["engine kiled"], 1, as_json=False, keep=None)
-
-
-def test_an_order_is_carried_out_once(tmp_path: Path):
-    fault_kinds.order(tmp_path, "die", "now")
-    assert [fault_kinds.take_order(tmp_path, "die") for _ in range(2)] == ["now", None]
 
 
 def test_lost_repeated_and_unrecorded_prompts_are_found(tmp_path: Path):
@@ -54,11 +41,8 @@ def record(run: FaultRun, steps: list[list[int]]) -> None:
     assert all(len(ordinals) == PROMPTS for ordinals in steps)
     path = run.run_dir / "rollouts/ordinals.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(
-            json.dumps({"step": step, "ordinals": ordinals}) + "\n"
-            for step, ordinals in enumerate(steps)
-        )
+    write_json_lines(
+        path, ({"step": step, "ordinals": ordinals} for step, ordinals in enumerate(steps))
     )
 
 

@@ -9,25 +9,18 @@ import pytest
 import torch
 from offpolicy import (
     LOSSES,
-    MINIBATCHES,
-    OF_REWARD_MODELS,
     PARTS,
     SAMPLES_PER_UPDATE,
-    SIZES,
     Cell,
     HeldOut,
     judge_of,
     measure,
-    render,
-    run,
 )
-from plain_reward_model import learning_rate, scores
+from plain_reward_model import scores
 
 from megarl.algorithms.recipes import needs_reference
 from megarl.base.rollout_types import Prompt
-from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import OptimizerConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import resolve
 
@@ -49,41 +42,6 @@ def test_every_run_is_a_valid_one_of_as_many_samples(path: str):
         assert config.trainer.optimizer_steps == cell.minibatches * cell.epochs
 
 
-def result(cell: Cell, score: float, kl: float) -> dict:
-    return {
-        **vars(cell),
-        "curve": [{"score": 0.1, "kl": 0.0}, {"score": score, "kl": kl}],
-        "step_s": 0.25,
-    }
-
-
-def test_tables_have_mean_and_range_over_seeds():
-    """And no number where there is no run."""
-    results = [
-        result(Cell("rloo", 1, seed=seed), score, 1.5) for seed, score in enumerate((0.5, 0.7))
-    ]
-    results.append(result(Cell("ppo", 16), 0.25, 3.0))
-    text = render({"parts": {"losses": results, "lags": []}})
-    assert "| rloo | 0.600 (0.50–0.70) at 1.50 | – |" in text
-    assert "| ppo | – | 0.250 at 3.00 |" in text
-    assert "without correction" not in text
-    assert render({"parts": {"losses": []}}) == "no run is complete"
-
-
-def test_tables_of_learned_rewards_have_models_and_scores():
-    learned = result(Cell("rloo", reward_model="large"), 0.5, 1.5)
-    learned["curve"][-1] |= {"win_rate": 0.625, "proxy": 2.0}
-    models = [{"size": "large", "seed": 0, "accuracy": 0.875, "accuracy_plain": 0.8125}]
-    text = render({"parts": {OF_REWARD_MODELS: [learned]}, "reward_models": models})
-    assert "| large | 0.500 at 1.50 [62%, 2.00] |" in text
-    assert "| large | 0 | 0.875 | 0.812 |" in text
-
-
-def test_sizes_and_minibatches_are_the_studies():
-    assert len(SIZES) == 3
-    assert MINIBATCHES == (1, 2, 4, 8, 16)
-
-
 def test_learned_reward_has_a_penalty_in_all_losses_but_one():
     for path, referenced in ((CONFIG, {"online_dpo"}), (GOLD, set(LOSSES) - {"best_of_n"})):
         configs = {
@@ -96,43 +54,10 @@ def test_learned_reward_has_a_penalty_in_all_losses_but_one():
     assert load_config(GOLD, Cell("ppo").overrides(8e-5, penalised=True)).algorithm.kl == "reward"
 
 
-def test_wrong_study_is_refused_before_anything_starts(tmp_path: Path):
-    def study(config: str, overrides: list[str], parts: list[str]) -> None:
-        run(config, overrides, tmp_path, parts, 1, 1, False, None)
-
-    with pytest.raises(
-        ConfigError,
-        match=r"--parts reward_models: needs a reward model in `roles`; "
-        r"configs/offpolicy/chain.yaml has none",
-    ):
-        study(CONFIG, [], [OF_REWARD_MODELS])
-    with pytest.raises(
-        ConfigError,
-        match=r"reward.name=roles.reward_model: policies are judged by one rule: set eval.reward",
-    ):
-        study(GOLD, ["eval.reward=null"], [])
-    with pytest.raises(
-        ConfigError, match="data.eval=null: policies are judged on held-out prompts"
-    ):
-        study(CONFIG, ["data.eval=null"], [])
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_rule_that_judges_may_be_any():
     prompt = Prompt(0, [], "badcfe=", "abcdef")
     assert judge_of(load_config(GOLD))("abcdef", prompt) == 1
     assert judge_of(load_config(CONFIG))("1,2", Prompt(0, [], "1+1=", "2")) == 1
-
-
-def test_the_plain_learning_rate_is_megatrons():
-    """For configs/offpolicy/gold.yaml: the peak comes at the end of the warm-up, and the minimum at
-    the end of the run.
-    """
-    settings = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="cosine", min_lr_ratio=0.1)
-    assert [learning_rate(settings, step, 10) for step in (1, 4, 7, 10)] == pytest.approx(
-        [0.25, 1.0, 0.55, 0.1]
-    )
-    assert learning_rate(OptimizerConfig(lr=1.0), 3, 10) == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from staleness import SETTINGS, SYNCHRONOUS, BufferSetting, Comparison, RunResult, compare, render
+from staleness import SETTINGS, SYNCHRONOUS, BufferSetting, Comparison, RunResult, compare
 
 BASELINE = (0.98, 0.90, 0.95)  # seeds differ more than settings
 
@@ -77,26 +75,3 @@ def test_shared_loss_counts_above_the_spread_of_seeds():
     assert got[ONE].same
     assert not got[FOUR].same
     assert not got[FREE].same
-
-
-def test_nothing_is_the_same_by_one_seed():
-    got = judged(**{ONE: (0.0,)})[ONE]
-    assert math.isnan(got.noise)
-    assert not got.same
-
-
-def test_the_table_says_which_settings_are_the_same():
-    runs = results(**{ONE: (0.002, -0.003, 0.001), FOUR: (0.0, -0.77, 0.0)})
-    facts = {
-        "last_steps": 10,
-        "runs": [asdict(run) for run in runs],
-        "compared": [asdict(comparison) for comparison in compare(runs)],
-    }
-    *table, empty, verdict = render(facts).splitlines()
-    assert len(table) == 2 + 3
-    assert empty == ""
-    assert verdict.startswith("1 of 2 settings")
-    assert all(one.count("|") == following.count("|") for one, following in pairwise(table))
-    assert "0.980 0.130 0.950" in table[4]
-    assert "| no |" in table[4]
-    assert "| yes |" in table[3]

@@ -5,12 +5,11 @@ and script.
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
+from json_files import write_json_lines
 
-from megarl import cli
 from megarl.agents.program import script_of
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
@@ -49,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trial_folder = tmp_path_factory.mktemp("trial")
     (trial_folder / "trial_graders.py").write_text(GRADERS)
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": 3} for n in range(5)]
-    (trial_folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_json_lines(trial_folder / "rows.jsonl", rows)
     train = "train: {source: ./rows.jsonl}"
     (trial_folder / "run.yaml").write_text(
         f"model: {{path: {TINY}, dtype: float32, random_init: true}}\ndata: {{{train}}}\nrun_dir: "
@@ -173,9 +172,7 @@ def test_script_is_found_in_a_command(command: str, script: str) -> None:
     assert script_of(command.split()) == script
 
 
-def test_dry_run_reports_what_a_run_would_refuse(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch
-) -> None:
+def test_dry_run_reports_what_a_run_would_refuse(folder: Path, refusal, monkeypatch) -> None:
     """Checks the run's folder, unless its disk is another machine's; trackers; and the reward."""
     (folder / "file").touch()
     missing = importlib.util.find_spec("mlflow") is None
@@ -196,6 +193,5 @@ def test_dry_run_reports_what_a_run_would_refuse(
         ),
         (grader, f"{grader}: it must give a number"),
     ):
-        assert cli.main(["train", str(folder / "run.yaml"), "--dry-run", override]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal("train", str(folder / "run.yaml"), "--dry-run", override)
     assert list(check_run_dir_here(config_of(folder, "run_dir=/no-such-disk/runs/a"))) == []
