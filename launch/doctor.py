@@ -584,7 +584,7 @@ def print_findings(checks: Sequence[Check], purpose: str, gpu: bool, as_json: bo
             print(finding, flush=True)
     lacking = [finding.what for finding in findings if finding.state == LACKS]
     if as_json:
-        rows = [asdict(finding) for finding in findings]
+        rows = list(map(asdict, findings))
         print(json.dumps({"ok": not lacking, "gpu": gpu, "findings": rows}))
     if lacking:
         raise RuntimeError(f"this machine lacks what {purpose} needs: {', '.join(lacking)}")

@@ -548,7 +548,7 @@ class Episode:
             if end and not before[end:].strip() and rendered.startswith(before):
                 begin = end
                 if turn.completion.token_ids[-1] not in self.tokenizer.eos_ids:
-                    begin = max(before.rfind(token) for token in template.ends)
+                    begin = max(map(before.rfind, template.ends))
                 return turn, stand_ins.encode(rendered[begin:], self.tokenizer)
             self.counts["unstable"] += 1
         return None, stand_ins.encode(rendered, self.tokenizer)

@@ -40,7 +40,7 @@ class EmulatedLengths:
     def __call__(self, ordinal: Ordinal, n: int) -> list[int]:
         rng = np.random.default_rng((self.seed, ordinal))
         drawn = rng.lognormal(np.log(self.mean) - self.sigma**2 / 2, self.sigma, n)
-        return [int(length) for length in np.clip(np.rint(drawn), 1, self.longest)]
+        return list(map(int, np.clip(np.rint(drawn), 1, self.longest)))
 
 
 @dataclass(eq=False)

@@ -281,7 +281,7 @@ def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | Non
         "update_s": WRITE_SHARE * step_s,
         "steps": steps,
         "not_counted": WARM_UP,
-        "cells": [asdict(result) for result in measure(step_s, steps, lanes)],
+        "cells": list(map(asdict, measure(step_s, steps, lanes))),
     }
     if picture is not None:
         draw(facts, picture)

@@ -175,10 +175,7 @@ class EmulatedGenerator(GeneratorExecutor):
     async def _generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         return Group(
             prompt,
-            [
-                _sample(completion)
-                for completion in await self.fleet.generate(prompt.token_ids, sampling, n)
-            ],
+            list(map(_sample, await self.fleet.generate(prompt.token_ids, sampling, n))),
         )
 
 

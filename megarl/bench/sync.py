@@ -363,9 +363,7 @@ class SyncBench:
             for tensor in live:
                 tensor.view(-1).view(torch.uint8).fill_(1)
             await way.run()
-            await self.session.audit(
-                [packed_shares(shares) for shares in shares_of_ranks], self.tensors
-            )
+            await self.session.audit(list(map(packed_shares, shares_of_ranks)), self.tensors)
 
     async def on_trainers(
         self, method: str, *arguments: Any, per_rank: Sequence[Any] = ()
@@ -510,7 +508,7 @@ def run(
         "trainer_tp": TRAINER_TP,
         "engine_tp": ENGINE_TP,
         "repeats": repeats,
-        "ways": [asdict(timing) for timing in timings(ways, times, bench.bytes)],
+        "ways": list(map(asdict, timings(ways, times, bench.bytes))),
     }
     if picture is not None:
         draw(facts, picture)

@@ -196,7 +196,7 @@ class Gather:
     def broadcast(self, flattened: bool) -> None:
         tensors = list(self.full.values())
         if flattened:
-            tensors = [torch.cat([as_bytes(tensor) for tensor in tensors])]
+            tensors = [torch.cat(list(map(as_bytes, tensors)))]
         works = [
             torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True)
             for tensor in tensors
@@ -247,7 +247,7 @@ class Rank:
             self.writes = scheduled_writes(self.map, rank)
 
     def connect_and_write(self, kind: str, endpoints: Sequence[str]) -> None:
-        decoded = [Endpoint.decode(text) for text in endpoints]
+        decoded = list(map(Endpoint.decode, endpoints))
         self.transports[kind] = transport_class(kind)(self.rank, self.timeout_s)
         self.transports[kind].connect(decoded)
         self.shapes = shapes_of(decoded)

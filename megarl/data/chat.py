@@ -152,7 +152,7 @@ class ChatTemplate:
         turn: Message = {"role": "assistant", "content": _NONCE}
         if calls:
             turn["tool_calls"] = calls
-        shown = [names.hide(message) for message in messages]
+        shown = list(map(names.hide, messages))
         rendered = self.render([{"role": "user", "content": "."}, turn, *shown])
         check_shown(shown, rendered, 2)
         answer_end = rendered.rfind(_NONCE) + len(_NONCE)
@@ -327,7 +327,7 @@ class StandIns:
             return value
         if isinstance(value, dict):
             return {name: self.hide(inner) for name, inner in value.items()}
-        return [self.hide(inner) for inner in value] if isinstance(value, list) else value
+        return list(map(self.hide, value)) if isinstance(value, list) else value
 
     def parts(self, text: str) -> list[tuple[str, bool]]:
         """The pieces of `text` in order, each with whether special tokens in it count as such."""
@@ -375,9 +375,7 @@ def _thoughts(message: Message) -> list[str]:
     """The thinking in an assistant's message: in a key of its own, or before each </think>."""
     inside = [text.rpartition("<think>")[2] for text in message["content"].split("</think>")[:-1]]
     return [
-        text.strip()
-        for text in (*(message.get(key) for key in _THOUGHTS), *inside)
-        if isinstance(text, str)
+        text.strip() for text in (*map(message.get, _THOUGHTS), *inside) if isinstance(text, str)
     ]
 
 

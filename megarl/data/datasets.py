@@ -779,7 +779,7 @@ def _check_columns(record: dict[str, Any], fields_by_setting: dict[str, str], ke
         if _dig(record, field) is _MISSING
     ]
     if missing:
-        columns = ", ".join(repr(column) for column in islice(record, _MAX_PROBLEMS)) or "none"
+        columns = ", ".join(map(repr, islice(record, _MAX_PROBLEMS))) or "none"
         if len(record) > _MAX_PROBLEMS:
             columns += f" and {len(record) - _MAX_PROBLEMS} more"
         raise RowProblem(f"no column {' and none '.join(missing)}; its columns are {columns}")

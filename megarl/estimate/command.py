@@ -190,7 +190,7 @@ def run_map(
         facts |= {
             "rank": rank,
             "rank_part_s": part_s,
-            "rank_copies": [map_report.copy_fields(copy) for copy in copies],
+            "rank_copies": list(map(map_report.copy_fields, copies)),
         }
         return CommandResult(facts, "\n".join(map_report.render_copies(rank, copies, part_s)))
     lines = [map_report.render(reshard_map, rate, forwarding, delta)]

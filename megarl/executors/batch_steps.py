@@ -80,7 +80,7 @@ class BatchSteps:
                 strict=True,
             ):
                 places.update(minibatch.places[index] for index in share)
-        return [sorted(places) for places in places_of_ranks]
+        return list(map(sorted, places_of_ranks))
 
     def train(self, batch: Batch) -> list[StepResult]:
         """Makes the optimizer steps.

@@ -106,7 +106,7 @@ class Lora:
         """
         parameters = pool_parameters(spec, topology, device, self)
         layout = generator_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
-        return replace(layout, kinds=tuple(_as_shown(kind) for kind in layout.kinds))
+        return replace(layout, kinds=tuple(map(_as_shown, layout.kinds)))
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def _percentile(bins: np.ndarray, share: float, largest: float) -> float:
 def _histogram(bins: np.ndarray) -> list[int]:
     """[40] counts from the lowest log-ratio to the highest, from bins [2, BINS]."""
     coarse = [[row[0], *row[1:-1].reshape(-1, COARSE).sum(axis=1), row[-1]] for row in bins]
-    return [int(count) for count in (*reversed(coarse[1]), *coarse[0])]
+    return list(map(int, (*reversed(coarse[1]), *coarse[0])))
 
 
 def describe_agreement(rows: Sequence[Row]) -> str:

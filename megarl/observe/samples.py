@@ -45,7 +45,7 @@ def escape(text: str) -> str:
     r"""`text` with unprintable characters as \x1b, \u202e, …; newlines stay, backslashes are
     doubled.
     """
-    return "".join(_escape_character(character) for character in text)
+    return "".join(map(_escape_character, text))
 
 
 def _escape_character(character: str) -> str:

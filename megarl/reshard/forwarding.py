@@ -176,7 +176,7 @@ def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
             by_host[rank // ranks_per_host].append(rank)
         groups.append(list(by_host.values()))
     turns = max(len(group) for of_shard in groups for group in of_shard)
-    if kind.ranks.shape[0] != 1 or len({len(of_shard) for of_shard in groups}) != 1:
+    if kind.ranks.shape[0] != 1 or len(set(map(len, groups))) != 1:
         raise ValueError(
             f"{kind.name}: hosts of {ranks_per_host} ranks do not hold equally many replicas"
         )
@@ -464,7 +464,7 @@ def _numbers(map: ReshardMap) -> dict[_Span, np.ndarray]:
     for span in {_span(map, row) for row in map.rows}:
         kind = map.destination.kinds[span[0]]
         experts = range(*span[1:])
-        names = [kind.name_of(i) for i in range(kind.instances)]
+        names = [kind.name_of(instance) for instance in range(kind.instances)]
         names_of_span[span] = np.array(
             [[name.replace(EXPERT_FIELD, str(e)) for e in experts] or [name] for name in names],
             dtype=object,

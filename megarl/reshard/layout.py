@@ -284,7 +284,7 @@ class Layout:
         result = []
         for kind in self.kinds:
             shards = [replace(shard, pieces=()) for shard in kind.shards]
-            result.append([shards.index(shard) for shard in shards])
+            result.append(list(map(shards.index, shards)))
         return result
 
     def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:

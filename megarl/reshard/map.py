@@ -199,8 +199,8 @@ class ReshardMap:
     @property
     def counts(self) -> tuple[int, int]:
         """The numbers of copies and of writes."""
-        copies = sum(self.times(row) for row in self.rows)
-        writes = sum(self.times(row) for row in self.write_rows)
+        copies = sum(map(self.times, self.rows))
+        writes = sum(map(self.times, self.write_rows))
         return copies, writes
 
     def summary(self) -> MapSummary:

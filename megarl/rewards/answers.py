@@ -96,7 +96,7 @@ def check_value(expression: Any) -> float:
                 largest = max(largest, 2 ** check_value(argument))
         bits = math.lgamma(largest + 2) / math.log(2)
     else:
-        children = [check_value(argument) for argument in getattr(expression, "args", ())]
+        children = list(map(check_value, getattr(expression, "args", ())))
         if getattr(expression, "is_Mul", False) or getattr(expression, "is_Add", False):
             bits = sum(children)
         else:
@@ -511,7 +511,7 @@ def _chain(chain: RelationChain) -> Any:
     if _expressions(*sides) and any((-side).is_Symbol for side in sides):  # -1 < -x
         sides = [-side for side in reversed(sides)]
         operators = operators[::-1]
-    names = [is_name(side) for side in sides]
+    names = list(map(is_name, sides))
     opening = "(["[operators[0] == "<="]
     closing = ")]"[operators[-1] == "<="]
     if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):

@@ -775,7 +775,7 @@ def _line_before(text: str, end: int) -> str:
 
 def _last_box(text: str) -> int:
     """Where the last box begins, or the box around it; -1 if there is none."""
-    last = max(text.rfind(box) for box in _BOXES)
+    last = max(map(text.rfind, _BOXES))
     if last < 0 or not _BOX.match(text, last):  # not a box, or another command such as \\boxedfoo
         return -1
     around = _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)

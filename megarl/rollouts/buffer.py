@@ -239,7 +239,7 @@ class RolloutBuffer:
             batch_ordinals |= source_ordinals
         self._highest = max(self._highest, *batch_ordinals)
         self._dropped_since = 0
-        return [self._consume(ordinal) for ordinal in sorted(batch_ordinals)]
+        return list(map(self._consume, sorted(batch_ordinals)))
 
     def report_dropped(self) -> list[GroupReady]:
         """The dropped groups with ordinals below the highest prompt that was trained on, sorted by
@@ -264,7 +264,7 @@ class RolloutBuffer:
         return Ledger(
             consumed_below=self._consumed.below,
             consumed_beyond=sorted(self._consumed.beyond),
-            groups=[_without_times(group) for group in self._finished.values()],
+            groups=list(map(_without_times, self._finished.values())),
             dropped=sorted(self._dropped),
             untold=[_without_times(group) for _, group in self._untold],
             rested=sorted(self._rested),

@@ -150,7 +150,7 @@ def run_simulation(
             f"--output {output}: must be left out with --sweep: it is for one simulated run"
         )
     # checks all of them before the first begins
-    plans = [configure(overrides) for overrides in combinations]
+    plans = list(map(configure, combinations))
     _check(plans)
     summaries = []
     gc.freeze()  # garbage collections then skip objects from imports
@@ -264,7 +264,7 @@ def _combinations(sweep: Sequence[str]) -> list[list[str]]:
                 f"--sweep {axis_text}: must give a key, and each of its values, only once"
             )
         axes.append([f"{key}={value}" for value in values.split(",")])
-    return [list(overrides) for overrides in itertools.product(*axes)]
+    return list(map(list, itertools.product(*axes)))
 
 
 def render(plan: RunPlan, summary: Summary) -> list[str]:

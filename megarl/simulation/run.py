@@ -124,9 +124,7 @@ class KnownLengths(Workload):
     def of_batch(cls, batch: Batch, unit: int) -> KnownLengths:
         lengths = unit * np.array([sample.tokens for sample in batch.samples], dtype=np.float64)
         prompt = unit * float(np.mean([group.prompt_tokens for group in batch.groups]))
-        mean, longest, squares = (
-            float(value) for value in (lengths.mean(), lengths.max(), np.mean(lengths**2))
-        )
+        mean, longest, squares = map(float, (lengths.mean(), lengths.max(), np.mean(lengths**2)))
         return cls(len(lengths), len(batch.groups), prompt, mean, longest, squares)
 
 

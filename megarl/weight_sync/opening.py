@@ -262,7 +262,7 @@ async def _open_memory(
                 {rank: known_digests[rank] for rank in ranks if rank in known_digests},
             )
         )
-    opened = [_decode_opened(payload) for payload in await workers.run(of_engines)]
+    opened = list(map(_decode_opened, await workers.run(of_engines)))
     result: list[PackedEndpoint] = []
     for packed in opened:
         if packed is not None:

@@ -250,7 +250,7 @@ async def settle_layout(workers: Workers, layout: Layout) -> None:
     Each worker gets the digest of the expected layout, and describes itself only if it differs,
     since a large run has a million tensors.
     """
-    tensors = [layout.shapes(rank) for rank in range(workers.count)]
+    tensors = list(map(layout.shapes, range(workers.count)))
     digests = {}
     for rank_tensors in _distinct(tensors):
         digests[id(rank_tensors)] = digest_of(_forms(rank_tensors, engine_view))
@@ -277,7 +277,7 @@ def arranged_forms(layout: Layout, count: int) -> list[list[Form]]:
 
     Replicas share the list.
     """
-    tensors = [layout.shapes(rank) for rank in range(count)]
+    tensors = list(map(layout.shapes, range(count)))
     forms = {
         id(rank_tensors): _forms(
             rank_tensors, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape))

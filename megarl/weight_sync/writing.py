@@ -122,7 +122,7 @@ class FullUpdates:
         sizes: Counter[int] = Counter()
         for copy in self.copies:
             sizes[copy.destination_rank] += copy.bytes
-        return [list(pair) for pair in sorted(sizes.items())]
+        return list(map(list, sorted(sizes.items())))
 
 
 class DeltaUpdates(FullUpdates):

@@ -325,7 +325,7 @@ def supervise(name: str, rehearse: bool, remaining_s: float = TOTAL_S) -> dict[s
                 process.wait()
         rows = []
         if rows_file.exists():
-            rows = [json.loads(line) for line in rows_file.read_text(encoding="utf-8").splitlines()]
+            rows = list(map(json.loads, rows_file.read_text(encoding="utf-8").splitlines()))
         last_words = ""
         if status != "ok":
             last_words = log.read_text(errors="replace", encoding="utf-8")

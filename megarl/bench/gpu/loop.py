@@ -332,7 +332,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
         return []
     # a line that is being written has no end yet
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    rows = [json.loads(line) for line in lines]
+    rows = list(map(json.loads, lines))
     return [row for row in rows if "time/step_s" in row]
 
 
@@ -485,7 +485,7 @@ class CardMemory:
 
     def _used_bytes(self) -> int:
         if not self._bench.cuda:
-            return sum(_resident(process) for process in psutil.Process().children(recursive=True))
+            return sum(map(_resident, psutil.Process().children(recursive=True)))
         free, total = torch.cuda.mem_get_info()
         return total - free
 

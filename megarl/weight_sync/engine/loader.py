@@ -166,7 +166,7 @@ class EngineWorker:
         """The draft model's own parameters, without the shared embedding and output layer."""
         if self.draft is None:
             return {}
-        shared = {id(parameter) for parameter in model.parameters()}
+        shared = set(map(id, model.parameters()))
         result = {}
         for name, parameter in self.draft.named_parameters():
             if id(parameter) not in shared:
@@ -434,7 +434,7 @@ def build(
     construct: Callable[..., torch.nn.Module], *arguments: Any, **options: Any
 ) -> torch.nn.Module:
     """Runs around the construction of a model, before its weights are loaded."""
-    earlier_tensors = [weakref.ref(values) for values in live_tensors()]
+    earlier_tensors = list(map(weakref.ref, live_tensors()))
     model = construct(*arguments, **options)
     with torch.device("cpu"):  # otherwise new tensors would be on the model's device
         _worker.built = BuiltModel(model, earlier_tensors)

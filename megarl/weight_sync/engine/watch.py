@@ -149,7 +149,7 @@ class MemoryWatch:
         self._names = set(tensors)
         self._written = list[torch.Tensor]()
         self._slot = 0
-        self._regions_so_far = {_region(values) for values in tensors.values()}
+        self._regions_so_far = set(map(_region, tensors.values()))
         current = prints(model.parameters(), tensors)
         built_prints = built.prints if built else {}
         unchanged_regions = set()
@@ -510,7 +510,7 @@ def inventory(watch: MemoryWatch) -> list[MemoryEntry]:
 def _entries_with_values(watch: MemoryWatch) -> Iterator[tuple[MemoryEntry, torch.Tensor]]:
     for name, values in parameters_of(watch.model).items():
         yield _entry(name, values, WRITTEN), values
-    replaced = {id(parameter) for parameter in out_of_use(watch.model).values()}
+    replaced = set(map(id, out_of_use(watch.model).values()))
     for name, values, state in watch.all():
         if state is None:
             yield _entry(name, values, WORKING, "made by forward passes"), values

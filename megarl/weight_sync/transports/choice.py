@@ -64,7 +64,7 @@ class Pairs:
         return cls(
             in_use,
             np.array(
-                [[in_use.index(kind) for kind in of_generator] for of_generator in kinds],
+                [list(map(in_use.index, of_generator)) for of_generator in kinds],
                 dtype=np.int8,
             ),
         )

@@ -129,11 +129,8 @@ def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
     if shape:
-        return (
-            tuple(i)
-            for i in torch.cartesian_prod(*map(torch.arange, shape))
-            .reshape(-1, len(shape))
-            .tolist()
+        return map(
+            tuple, torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist()
         )
     return iter([()])
 
