@@ -246,13 +246,8 @@ class EngineWorker:
             if command.changes_to >= 0:
                 memory.receive_changes(tensors, command.changes_to)
             else:
-                memory.receive(
-                    {
-                        name: values
-                        for name, values in tensors.items()
-                        if self.in_pool(name) or not command.adapters
-                    }
-                )
+                names = filter(self.in_pool, tensors) if command.adapters else tensors
+                memory.receive({name: tensors[name] for name in names})
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
         for memory in self.opened.values():
@@ -268,17 +263,11 @@ class EngineWorker:
             self.relay_transport = PairwiseTransport(
                 AUTO, self.host, self.rank, command.timeout_s, may_lose=True
             )
-            self.relay_transport.connect(
-                [
-                    endpoint
-                    for endpoint in decode_endpoints(command.endpoints)
-                    if endpoint.rank in reached
-                ]
-            )
-            passed_on = {relay.tensor for relay in self.relays}
-            self.relay_transport.prepare(
-                values for name, values in self.tensors(parameters).items() if name in passed_on
-            )
+            endpoints = decode_endpoints(command.endpoints)
+            self.relay_transport.connect([way for way in endpoints if way.rank in reached])
+            tensors = self.tensors(parameters)
+            passed_on = dict.fromkeys(relay.tensor for relay in self.relays)
+            self.relay_transport.prepare([tensors[name] for name in passed_on])
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
         """Hashes whole tensors, even after an update of changes only: a worker whose memory is
