@@ -266,11 +266,10 @@ def put_sent(turns: Turns, rank: int, rows: tuple[TemplateRow, ...], list_for: L
     in the order of rows.
     """
     coordinates = turns.source.coordinates(rank)
-    rank_rows = [
-        row
-        for row in rows
-        if any((holder.kind, holder.shard) in coordinates for holder in row.holders)
-    ]
+    rank_rows = []
+    for row in rows:
+        if any((holder.kind, holder.shard) in coordinates for holder in row.holders):
+            rank_rows.append(row)
     _write(turns, rank_rows, list_for, lambda row: _transfers_from(turns, rank, coordinates, row))
 
 
