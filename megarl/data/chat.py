@@ -248,7 +248,10 @@ class ChatTemplate:
         """Where the turn ends: after its first end-of-text token, where a rollout would stop. The
         token may follow the turn's text.
         """
-        last += len(next((token for token in self.ends if text.startswith(token, last)), ""))
+        for token in self.ends:
+            if text.startswith(token, last):
+                last += len(token)
+                break
         ends = self._ends(text, first, last)
         if not ends:
             names = " and ".join(map(repr, self.ends))
@@ -374,9 +377,8 @@ def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
 def _thoughts(message: Message) -> list[str]:
     """The thinking in an assistant's message: in a key of its own, or before each </think>."""
     inside = [text.rpartition("<think>")[2] for text in message["content"].split("</think>")[:-1]]
-    return [
-        text.strip() for text in (*map(message.get, _THOUGHTS), *inside) if isinstance(text, str)
-    ]
+    texts = [*map(message.get, _THOUGHTS), *inside]
+    return [text.strip() for text in texts if isinstance(text, str)]
 
 
 def name_of(call: Any) -> Any:

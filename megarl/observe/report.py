@@ -330,11 +330,10 @@ def _plot_ratios(axes, rows: list[Row]) -> None:
             linewidth=1.8,
             label=f"{name} {len(part)} steps",
         )
-    ticks = [
-        place
-        for place, edge in enumerate(edges)
-        if edge == 0 or (abs(edge) > 2e-7 and round(math.log10(abs(edge)), 6) % 2 == 1)
-    ]
+    ticks = []
+    for place, edge in enumerate(edges):
+        if edge == 0 or (abs(edge) > 2e-7 and round(math.log10(abs(edge)), 6) % 2 == 1):
+            ticks.append(place)
     axes.set_xticks([place + 1 for place in ticks], [f"{edges[place]:g}" for place in ticks])
     axes.set_title("Ratios π/μ of tokens", loc="left", fontweight="bold")
     axes.set_xlabel("log π - log μ")

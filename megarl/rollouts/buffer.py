@@ -199,12 +199,11 @@ class RolloutBuffer:
         """
         if self._max_staleness is None:
             return []
-        stale = [
-            version for version in self._finished_by_version if version < step - self._max_staleness
-        ]
-        rejected = sorted(
-            ordinal for version in stale for ordinal in self._finished_by_version.pop(version)
-        )
+        rejected = []
+        for version in list(self._finished_by_version):
+            if version < step - self._max_staleness:
+                rejected += self._finished_by_version.pop(version)
+        rejected.sort()
         for ordinal in rejected:
             self._remove(ordinal)
         self._rejected.update(rejected)
@@ -344,7 +343,10 @@ class RolloutBuffer:
             "in flight": self._running,
             "rejected": self._rejected,
         }
-        return next((state for state, ordinals in states.items() if ordinal in ordinals), "unknown")
+        for state, ordinals in states.items():
+            if ordinal in ordinals:
+                return state
+        return "unknown"
 
 
 def _without_times(group: GroupReady) -> GroupReady:

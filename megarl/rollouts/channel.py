@@ -592,7 +592,7 @@ class _Groups:
     """
 
     def __init__(self, rank: int, replicas: list[list[int]], timeout_s: float):
-        self.dp = next(dp for dp, ranks in enumerate(replicas) if rank in ranks)
+        (self.dp,) = [dp for dp, ranks in enumerate(replicas) if rank in ranks]
         self._rank = rank
         self._heads = list(map(min, replicas))
         self._timeout = timedelta(seconds=timeout_s)
