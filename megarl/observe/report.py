@@ -52,13 +52,11 @@ def plot(run_dir: Path | str) -> Path:
     It shows reward per step and on held-out prompts, response length and entropy, and how the time
     was spent.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
     figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     reward_axes, length_axes, time_axes = figure.subplots(
         3, 1, sharex=True, height_ratios=[1, 0.7, 1.15]
     )
@@ -246,7 +244,6 @@ def plot_agreement(run_dir: Path) -> Path:
     It shows the agreement meters over a run's steps, by the age of tokens, and the ratios of its
     first and last steps.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     target = run_dir / "agreement.png"
@@ -254,7 +251,6 @@ def plot_agreement(run_dir: Path) -> Path:
     if not rows:
         return target
     figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     difference, size, ratios = figure.subplots(3, 1, height_ratios=[1.2, 0.8, 1])
     _plot_differences(difference, rows)
     _plot_sizes(size, rows)

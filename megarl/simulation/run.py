@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,14 +216,12 @@ class SimulatedGenerator(GeneratorExecutor):
         self.held_out = []
         self.sampling = Sampling(self._units(config.rollout.max_tokens))
         self.work: dict[int, Work] = {}
-        speeds = [
-            self.models.group_speeds.get(self.plan.group_of(index).name, self.models.speed)
-            for index in range(self.plan.engines)
-        ]
-        self.engines = [
-            SimulatedEngine(f"simulated.{i}", speed, self.unit, self.work)
-            for i, speed in enumerate(speeds)
-        ]
+        self.engines = []
+        for index in range(self.plan.engines):
+            group = self.plan.group_of(index).name
+            speed = self.models.group_speeds.get(group, self.models.speed)
+            engine = SimulatedEngine(f"simulated.{index}", speed, self.unit, self.work)
+            self.engines.append(engine)
         chunk = None
         if mode == "resume":
             chunk = self._units(
@@ -277,13 +276,11 @@ class SimulatedGenerator(GeneratorExecutor):
         dropped = bool(share) and self._rng(prompt.ordinal, 2).random() < share
         rewards = [float(not dropped and index % 2) for index in range(n)]
         # A token's id is the version that sampled it.
-        return Group(
-            prompt,
-            [
-                Sample(tokens, array("f", bytes(4 * len(tokens))), tokens, "", reward, reason)
-                for (tokens, reason), reward in zip(samples, rewards)
-            ],
-        )
+        group = Group(prompt, [])
+        for (tokens, reason), reward in zip(samples, rewards):
+            logprobs = array("f", bytes(4 * len(tokens)))
+            group.samples.append(Sample(tokens, logprobs, tokens, "", reward, reason))
+        return group
 
     def _rng(self, number: int, purpose: int) -> np.random.Generator:
         return np.random.default_rng((self.plan.config.seed, number, purpose))
@@ -367,7 +364,7 @@ class Attempt:
         self.intake = Intake(wire.trainer, buffer)
         self.wire = wire
         self.saved = self.start, self.ledger  # the last complete checkpoint
-        self.trained = {ordinal for ordinals in self.totals.ordinals for ordinal in ordinals}
+        self.trained = set(chain.from_iterable(self.totals.ordinals))
         self._finishing: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[tuple[int, Ledger]] | None = None
         self._pause_s = 0.0
@@ -566,9 +563,9 @@ class Attempt:
     async def _engine_failures(self) -> AsyncIterator[tuple[int, float]]:
         """Yields (engine, seconds until it serves again) when each failure happens."""
         settings = self.plan.config.plan.simulation
-        sizes = np.array(
-            [group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)]
-        )
+        sizes: list[int] = []
+        for group in self.plan.groups:
+            sizes += [group.settings.tp] * group.settings.engines
         if self.failures is not None:
             for at_s, index, down_s in self.failures.engines:
                 if at_s >= self.loop.time():
@@ -576,11 +573,11 @@ class Attempt:
                     yield index, down_s
             return
         while settings.gpu_mtbf_h is not None:
-            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / sizes.sum()))
+            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / sum(sizes)))
             if len(set(sizes)) == 1:
                 engine = self.rng.integers(len(sizes))
             else:
-                engine = self.rng.choice(len(sizes), p=sizes / sizes.sum())
+                engine = self.rng.choice(len(sizes), p=np.array(sizes) / sum(sizes))
             yield int(engine), settings.engine_restart_s
 
     async def _lose_trainer(self) -> None:
@@ -606,9 +603,8 @@ class Attempt:
         """
         config = self.plan.config
         ordinals = [group.ordinal for group in batch.groups]
-        if len(ordinals) != config.rollout.prompts_per_step or any(
-            len(group.samples) != config.rollout.n for group in batch.groups
-        ):
+        group_sizes = {len(group.samples) for group in batch.groups}
+        if len(ordinals) != config.rollout.prompts_per_step or group_sizes != {config.rollout.n}:
             raise BrokenGuarantee(f"step {step}: a batch of {len(ordinals)} groups")
         repeated = self.trained.intersection(ordinals)
         repeated = repeated or {ordinal for ordinal, n in Counter(ordinals).items() if n > 1}
@@ -780,14 +776,10 @@ def unit_of(config: RunConfig, lengths: Draw) -> int:
     """
     rollout = config.rollout
     plan = config.plan
-    mean = float(
-        np.mean(
-            [
-                np.minimum(lengths(ordinal, rollout.n), lengths.longest).mean()
-                for ordinal in range(32)
-            ]
-        )
-    )
+    means = []
+    for ordinal in range(32):
+        means.append(np.minimum(lengths(ordinal, rollout.n), lengths.longest).mean())
+    mean = float(np.mean(means))
     finest = [
         rollout.max_tokens / UNITS,
         mean / plan.simulation.turns / 16,

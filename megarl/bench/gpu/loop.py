@@ -346,9 +346,10 @@ def report(
     learning(bench, rows)
     agreement(bench, rows)
     updates(bench, rows)
-    settled = [
-        row for row in rows[WARM_UP:] if loop.kill_at is None or not restarts(row, loop.kill_at)
-    ] or rows
+    settled = rows[WARM_UP:]
+    if loop.kill_at is not None:
+        settled = [row for row in settled if not restarts(row, loop.kill_at)]
+    settled = settled or rows
     for key in ("step_s", "train_s", "generate_s", "sync_s"):
         seconds = median(row[f"time/{key}"] for row in settled)
         bench.emit(
@@ -388,9 +389,10 @@ def learning(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     if not is_learning:
         row["failed"] = f"the reward did not rise: from {first_quarter:.3f} to {last_quarter:.3f}"
     bench.emit(row)
-    odd = [
-        row["step"] for row in rows if not all(abs(row[key]) < 1e6 for key in ("loss", "grad_norm"))
-    ]
+    odd = []
+    for row in rows:
+        if not (abs(row["loss"]) < 1e6 and abs(row["grad_norm"]) < 1e6):  # NaN included
+            odd.append(row["step"])
     row = {"what": "gradient norm, median", "measured": median(row["grad_norm"] for row in rows)}
     if odd:
         row["failed"] = f"loss or gradient norm is not finite in steps {odd}"
@@ -459,11 +461,10 @@ def graphs(bench: Bench, loop: LoopCase, run_dir: Path) -> None:
     """How many of the engine's decoding batches, as far as its log shows them, ran as CUDA
     graphs.
     """
-    text = "".join(
-        path.read_text(errors="replace", encoding="utf-8")
-        for path in sorted((run_dir / "logs").glob("*engine*"))
-    )
-    shown = re.findall(r"cuda graph: (True|False)", text)
+    shown = []
+    for path in sorted((run_dir / "logs").glob("*engine*")):
+        text = path.read_text(errors="replace", encoding="utf-8")
+        shown += re.findall(r"cuda graph: (True|False)", text)
     row: dict[str, Any] = {
         "what": "decoding batches in the engine's log with CUDA graphs",
         "measured": shown.count("True"),

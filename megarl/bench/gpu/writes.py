@@ -143,6 +143,5 @@ def expected(
 
 def unlike(hashes: dict[str, int], tensors: dict[str, torch.Tensor]) -> list[str]:
     assert hashes.keys() == tensors.keys()
-    return [
-        name for name, tensor_hash in hash_tensors(tensors).items() if tensor_hash != hashes[name]
-    ]
+    current = hash_tensors(tensors)
+    return [name for name in current if current[name] != hashes[name]]
