@@ -66,12 +66,7 @@ def run(bench: Bench, format: str) -> None:
         report = write(True)
         # raises AuditError
         compare([packed(engine.ask("hashes"))], [packed_shares(report.shares)], SentTensors(map))
-        bench.emit(
-            {
-                "what": f"audit of {len(endpoint.tensors)} tensors by {kind}",
-                "note": "every byte as sent",
-            }
-        )
+        bench.row(f"audit of {len(endpoint.tensors)} tensors by {kind}", note="every byte as sent")
         differing_names = unlike(
             engine.ask("hashes"), expected(spec, destination, map, weights, quantization)
         )
