@@ -201,20 +201,7 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
             f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as "
             "responses finish"
         )
-    content = "adapters" if result.sends_adapters else "bytes"
-    bytes_s = result.sync_s - result.control_s
-    yield (
-        f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's {content} over its link"
-    )
-    if not result.sends_adapters:
-        yield (
-            f"           {'':<14}{result.delta_sync_s - result.control_s:9.2g}   if {CHANGED:.0%} "
-            "of the elements have changed, with weights.delta=auto"
-        )
-    yield (
-        f"           {'':<14}{result.control_s:9.2g}   more for its messages and calls, in "
-        "either case"
-    )
+    yield from _update_time(result)
     mode = "the slower side" if result.overlaps else "both sides, one after the other"
     if result.places_wait_s > 0.005 * result.step_s:
         mode += ", waits"
@@ -236,6 +223,24 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
     else:
         yield f"           {'synchronous':<14}{'-':>9}   colocated on the same GPUs nothing fits"
     yield f"rates      {result.train.tflops:.0f} TFLOP/s per training GPU; {_decode(result)}"
+
+
+def _update_time(result: Estimate) -> Iterator[str]:
+    content = "adapters" if result.sends_adapters else "bytes"
+    bytes_s = result.sync_s - result.control_s
+    yield (
+        f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's {content} over its "
+        "link"
+    )
+    if not result.sends_adapters:
+        yield (
+            f"           {'':<14}{result.delta_sync_s - result.control_s:9.2g}   if {CHANGED:.0%} "
+            "of the elements have changed, with weights.delta=auto"
+        )
+    yield (
+        f"           {'':<14}{result.control_s:9.2g}   more for its messages and calls, in "
+        "either case"
+    )
 
 
 def _decode(result: Estimate) -> str:

@@ -746,22 +746,11 @@ def simulate(
                 totals.lost_s += (
                     loop.time() - max(began_s, totals.surviving_until_s) + interrupted.restart_s
                 )
-                tell(
-                    "launcher.0",
-                    "end",
-                    loop.time(),
-                    loop.time(),
-                    how="simulated failure of a trainer rank",
-                )
+                now = loop.time()
+                tell("launcher.0", "end", now, now, how="simulated failure of a trainer rank")
                 loop.run_until_complete(asyncio.sleep(interrupted.restart_s))
-                tell(
-                    "launcher.0",
-                    "start",
-                    loop.time(),
-                    loop.time(),
-                    step=start,
-                    max_steps=config.max_steps,
-                )
+                now = loop.time()
+                tell("launcher.0", "start", now, now, step=start, max_steps=config.max_steps)
     totals.end_s = loop.time()
     totals.expected_length = _mean_length(lengths, config, unit)
     _check_all(plan, attempt)

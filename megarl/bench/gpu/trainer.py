@@ -68,10 +68,7 @@ def run(bench: Bench, size: str) -> None:
         agree(bench, trainer, batch)
         seconds, loss, padded = train(bench, trainer, batch)
         bench.row("positions of padding", measured=padded)
-        flops = 3 * sum(
-            len(sequence.token_ids) * flops_per_token(spec, len(sequence.token_ids))
-            for sequence in batch
-        )
+        flops = step_flops(spec, batch)
         bench.row(
             "loss of the first step, a token", measured=loss, planned=float(np.log(spec.vocab_size))
         )
@@ -95,6 +92,14 @@ def run(bench: Bench, size: str) -> None:
         bench.wait()
         bench.row("scoring, tokens/s", measured=tokens(batch) / (time.perf_counter() - started_s))
         shutdown_distributed()
+
+
+def step_flops(spec: ModelSpec, batch: list[TrainSequence]) -> float:
+    flops = 0.0
+    for sequence in batch:
+        length = len(sequence.token_ids)
+        flops += 3 * length * flops_per_token(spec, length)
+    return flops
 
 
 def hardware(bench: Bench) -> Gpu:
