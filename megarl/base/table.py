@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], text_columns: int = 1) -> list[str]:
-    """A line for each row: the first `text_columns` columns to the left, the others to the right."""
+    """A line for each row: the first `text_columns` columns to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:

@@ -77,11 +77,9 @@ def not_counted(config: RunConfig) -> list[str]:
     if dropped_share(config) is None:
         unknown.append("rollout.dynamic_sampling (set plan.dropped_share)")
     for key, settings in mappings.items():
-        unknown += [
-            f"{key}.{name}"
-            for name, value in settings.items()
-            if name not in COUNTED and not _is_counted_cache(name, value)
-        ]
+        for name, value in settings.items():
+            if name not in COUNTED and not _is_counted_cache(name, value):
+                unknown.append(f"{key}.{name}")
     return unknown
 
 
@@ -186,9 +184,11 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
         ("training", result.train.total, train_parts(result.train)),
         ("generation", result.generate.total, generate_parts(result.generate)),
     ):
-        shown = ", ".join(
-            f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds
-        )
+        large_parts = []
+        for part, value in parts.items():
+            if value >= 0.005 * seconds:
+                large_parts.append(f"{part} {value:.3g}")
+        shown = ", ".join(large_parts)
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
     for group in result.groups if len(result.groups) > 1 else ():
         rate = (

@@ -186,7 +186,7 @@ class WeightUpdate:
         """The hashes of these ranks; None for others."""
         requests = []
         for engine_ranks in self.workers.ranks:
-            requests.append(commands.Hashes() if set(engine_ranks) & set(ranks) else None)
+            requests.append(commands.SendHashes() if set(engine_ranks) & set(ranks) else None)
         payloads = await self.workers.run(requests)
         result: list[bytes | None] = []
         for rank, payload in enumerate(payloads):

@@ -334,7 +334,7 @@ class EngineWorker:
         self.since = command.version
         return AuditResult(digest_of_hashes(packed(hashes)), changes, high_water_bytes())
 
-    def hashes(self, parameters: Parameters, command: commands.Hashes) -> bytes:
+    def hashes(self, parameters: Parameters, command: commands.SendHashes) -> bytes:
         return packed(self.audited)
 
     def finish(
@@ -371,7 +371,7 @@ _HANDLERS: dict[type, Callable[[EngineWorker, Parameters, Any], Any]] = {
     commands.Inventory: EngineWorker.inventory,
     Recall: EngineWorker.recall,
     Audit: EngineWorker.audit,
-    commands.Hashes: EngineWorker.hashes,
+    commands.SendHashes: EngineWorker.hashes,
     commands.EmptyCache: lambda worker, parameters, command: None,
 }
 
