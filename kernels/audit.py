@@ -81,7 +81,7 @@ def _matrices(
     # rows continue through the next dim, too
     while dims > 1 and box.shape[dims - 1] == shape[dims - 1]:
         dims -= 1
-    for lead in itertools.product(*(range(n) for n in box.shape[: dims - 1])):
+    for lead in itertools.product(*map(range, box.shape[: dims - 1])):
         row = 0
         for index, extent in zip(
             (*map(sum, zip(lead, box.start)), *box.start[dims - 1 : -1]), shape

@@ -23,10 +23,11 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.launch.gpus import gpus, nvidia_smi
+from megarl.launch.gpus import gpus, nvidia_smi, run_program
 
 if TYPE_CHECKING:
     from megarl.plan.resolve import RunPlan
@@ -34,12 +35,9 @@ if TYPE_CHECKING:
 OK = "ok"
 NOTE = "note"
 LACKS = "lacks"  # NOTE: a run works without it, but slower, or not with all features
-DRIVER = (580,)  # first version for CUDA 13
+DRIVER = 580  # first version for CUDA 13
 CUDA = 13  # version in the GPU lock: PyTorch compiles only with this one
 GLIBC = (2, 34)  # version that wheels in the GPU lock need
-PYTHON = (3, 12)
-SHM_BYTES = 8 << 30
-DISK_BYTES = 30 << 30
 OPEN_FILES = 65536
 IMPORT_S = 300.0
 TRY_S = 60.0
@@ -52,6 +50,67 @@ NIC_MODULES = {
     "mlx5": "ibverbs-providers",
     "bnxt_re": "ibverbs-providers",
     "efa": "the EFA installer",
+}
+
+REMEDIES = {
+    "system": "the locks are for Linux on x86-64",
+    "glibc": "wheels of the GPU lock need 2.34: Debian 12, Ubuntu 22.04, RHEL 9 or newer, or a "
+    "container",
+    "python": "megatron-core needs 3.12, and SGLang has packages without wheels for newer ones",
+    "open files": f"raise the hard limit to {OPEN_FILES} (limits.conf, LimitNOFILE): every request "
+    "has a connection",
+    "/dev/shm": "a container needs --shm-size=16g or --ipc=host",
+    "disk for caches": "packages and compiled kernels take it; set HOME, or UV_CACHE_DIR and "
+    "launch.compile_cache",
+    "TMPDIR": "set it to a folder on this machine's disk",
+    "temporary files": "sockets and stores of a launch lie there; set TMPDIR",
+    "clock": "run chrony or systemd-timesyncd: traces of several nodes are laid side by side",
+    "driver": f"CUDA 13 needs {DRIVER} or newer",
+    "GPUs": "trainer ranks and engines take GPUs by number: only CUDA_VISIBLE_DEVICES can keep "
+    "unlike ones apart",
+    "compute mode": "nvidia-smi --compute-mode=0",
+    "NVLink": "NCCL would silently go over PCIe: reset the GPUs, or take the node out",
+    "nvcc": f"make setup-gpu installs it; or set CUDA_HOME to a toolkit of CUDA {CUDA}",
+    "ninja": "make setup-gpu; or apt-get install ninja-build",
+    "C compiler": "apt-get install gcc; or set CC",
+    "C++ compiler": "apt-get install g++",
+    "Python.h": "apt-get install python3.12-dev, or take a Python that uv installs: Triton "
+    "compiles against it",
+    "libibverbs": "apt-get install libibverbs1",
+    "libnuma": "apt-get install libnuma1",
+    "libcurl": "apt-get install libcurl4",
+    "InfiniBand": "without it, weights between nodes go by NCCL or TCP; one node does not need it",
+    "GPU memory by RDMA": "modprobe nvidia_peermem",
+    "locked memory": "ulimit -l unlimited (limits.conf; Slurm: "
+    "PropagateResourceLimitsExcept=MEMLOCK)",
+    "mooncake": "weights.transport=mooncake is not there, auto takes another",
+    "CUDA": "does torch fit the driver?",
+    "peer access": "nvidia-smi topo -p2p r says why; weights between them go by shared memory or "
+    "NCCL then",
+    "write by cuda_ipc": "it needs peer access (nvidia-smi topo -p2p r) and one container, or "
+    "--ipc=host; weights.transport=nccl needs neither",
+    "write by shared_memory": "weights.transport=gloo does not need it",
+    "write by mooncake": "weights.transport=nccl (on CPUs gloo) does not need it; auto would take "
+    "it between several nodes",
+    "write by nccl": "NCCL_DEBUG=INFO says why; trainer ranks need it too",
+    "write by gloo": "does this host reach itself at 127.0.0.1?",
+    "test writes": "see what is lacking above",
+    "writes between nodes": "the first update of a run tries and audits them",
+}
+
+# A module with code or an extension of each package, since an empty folder would pass as a package.
+PACKAGES = {
+    "torch": "torch",
+    "megatron-core": "megatron.core",
+    "transformers": "transformers",
+    "sglang": "sglang.srt.server_args",
+    "mooncake": "mooncake.engine",
+}
+GPU_PACKAGES = {
+    "transformer-engine": "transformer_engine.pytorch",
+    "sglang's kernels": "sgl_kernel",
+    "flashinfer": "flashinfer",
+    "triton": "triton",
 }
 
 
@@ -72,11 +131,19 @@ class Finding:
 Check = Callable[[], Iterator[Finding]]
 
 
-def _finding(subject: str, fine: bool, text: str, remedy: str, otherwise: str = LACKS) -> Finding:
-    """The finding OK if `fine`, else `otherwise` with the remedy."""
+def _finding(
+    subject: str, fine: bool, text: str, remedy: str | None = None, otherwise: str = LACKS
+) -> Finding:
+    """The finding OK if `fine`, else `otherwise` with the remedy; None: that of REMEDIES."""
     if fine:
         return Finding(subject, OK, text)
+    if remedy is None:
+        remedy = REMEDIES.get(subject, "")
     return Finding(subject, otherwise, text, remedy)
+
+
+_lacks = partial(_finding, fine=False)
+_note = partial(_finding, fine=False, otherwise=NOTE)
 
 
 def has_driver() -> bool:
@@ -87,13 +154,14 @@ def has_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
-def system(gpu: bool) -> list[Check]:
-    return [_system, _python, _limits, _room, _temporary, _clock, *node(gpu)]
-
-
-def installing() -> list[Check]:
-    """The checks for `make setup-gpu`, which may run on a machine without a GPU."""
-    return [_system, _python, _room, _temporary, _compilers]
+def machine(gpu: bool) -> list[Check]:
+    """All checks, in the order in which they are printed."""
+    checks: list[Check] = [_system, _python, _limits, _room, _temporary, _clock, *node(gpu)]
+    modules = PACKAGES | GPU_PACKAGES if gpu else PACKAGES
+    checks += [partial(_imported, name, module) for name, module in modules.items()]
+    if gpu:
+        checks.append(peers)
+    return [*checks, partial(writes, gpu)]
 
 
 def node(gpu: bool) -> list[Check]:
@@ -112,54 +180,34 @@ def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:
-            yield Finding(check.__name__.strip("_"), LACKS, f"could not be looked at: {error!r}")
+            name = getattr(check, "func", check).__name__.strip("_")
+            yield Finding(name, LACKS, f"could not be looked at: {error!r}")
 
 
 def _system() -> Iterator[Finding]:
-    machine = f"{platform.system()} {platform.machine()}"
-    yield _finding(
-        "system", machine == "Linux x86_64", machine, "the locks are for Linux on x86-64"
-    )
+    system = f"{platform.system()} {platform.machine()}"
+    yield _finding("system", system == "Linux x86_64", system)
     library, version = platform.libc_ver()
-    yield _finding(
-        "glibc",
-        library == "glibc" and _numbers(version) >= GLIBC,
-        version or "no glibc",
-        f"wheels of the GPU lock need {_dotted(GLIBC)}: Debian 12, Ubuntu 22.04, RHEL 9 or "
-        "newer, or a container",
-    )
+    fits = library == "glibc" and _numbers(version) >= GLIBC
+    yield _finding("glibc", fits, version or "no glibc")
 
 
 def _python() -> Iterator[Finding]:
-    yield _finding(
-        "python",
-        sys.version_info[:2] == PYTHON,
-        f"{platform.python_version()}, {sys.executable}",
-        f"megatron-core needs {_dotted(PYTHON)}, and SGLang has packages without wheels for "
-        "newer ones",
-    )
+    version = f"{platform.python_version()}, {sys.executable}"
+    yield _finding("python", sys.version_info[:2] == (3, 12), version)
 
 
 def _limits() -> Iterator[Finding]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    yield _finding(
-        "open files",
-        limit == resource.RLIM_INFINITY or limit >= OPEN_FILES,
-        "unlimited" if limit < 0 else f"{limit} at most",
-        f"raise the hard limit to {OPEN_FILES} (limits.conf, LimitNOFILE): every request has "
-        "a connection",
-        otherwise=NOTE,
-    )
+    if limit == resource.RLIM_INFINITY:
+        yield Finding("open files", OK, "unlimited")
+    else:
+        yield _finding("open files", limit >= OPEN_FILES, f"{limit} at most", otherwise=NOTE)
 
 
 def _room() -> Iterator[Finding]:
-    yield _free("/dev/shm", "/dev/shm", SHM_BYTES, "a container needs --shm-size=16g or --ipc=host")
-    yield _free(
-        "disk for caches",
-        os.path.expanduser("~"),
-        DISK_BYTES,
-        "packages and compiled kernels take it; set HOME, or UV_CACHE_DIR and launch.compile_cache",
-    )
+    yield _free("/dev/shm", "/dev/shm", needed_gib=8)
+    yield _free("disk for caches", os.path.expanduser("~"), needed_gib=30)
 
 
 def _temporary() -> Iterator[Finding]:
@@ -170,30 +218,19 @@ def _temporary() -> Iterator[Finding]:
     path = tempfile.gettempdir()
     tmpdir = os.environ.get("TMPDIR")
     if tmpdir and os.path.abspath(tmpdir) != path:
-        yield Finding(
-            "TMPDIR",
-            NOTE,
-            f"{tmpdir} cannot be written to, so {path} is taken",
-            "set it to a folder on this machine's disk",
-        )
-    yield _free(
-        "temporary files", path, 1 << 30, "sockets and stores of a launch lie there; set TMPDIR"
-    )
+        yield _note("TMPDIR", text=f"{tmpdir} cannot be written to, so {path} is taken")
+    yield _free("temporary files", path, needed_gib=1)
 
 
-def _free(subject: str, path: str, needed_bytes: int, advice: str) -> Finding:
+def _free(subject: str, path: str, needed_gib: int) -> Finding:
     if not os.path.isdir(path):
-        return Finding(subject, LACKS, f"{path} is not there", advice)
+        return _lacks(subject, text=f"{path} is not there")
     if not os.access(path, os.W_OK):
-        return Finding(subject, LACKS, f"{path} cannot be written to", advice)
-    free_bytes = shutil.disk_usage(path).free
-    return _finding(
-        subject,
-        free_bytes >= needed_bytes,
-        f"{free_bytes / (1 << 30):.1f} GiB free in {path}",
-        f"{needed_bytes >> 30} GiB are wanted: {advice}",
-        otherwise=NOTE,
-    )
+        return _lacks(subject, text=f"{path} cannot be written to")
+    free_gib = shutil.disk_usage(path).free / (1 << 30)
+    remedy = f"{needed_gib} GiB are wanted: {REMEDIES[subject]}"
+    text = f"{free_gib:.1f} GiB free in {path}"
+    return _finding(subject, free_gib >= needed_gib, text, remedy, otherwise=NOTE)
 
 
 def _clock() -> Iterator[Finding]:
@@ -203,123 +240,92 @@ def _clock() -> Iterator[Finding]:
     """
     status = ctypes.create_string_buffer(512)  # struct timex; mode 0 only reads
     if ctypes.CDLL(None, use_errno=True).adjtimex(status) < 0:
-        yield Finding(
-            "clock",
-            NOTE,
-            "cannot be asked: " + os.strerror(ctypes.get_errno()),
-            "a container may forbid it: ask the host",
-        )
+        reason = os.strerror(ctypes.get_errno())
+        remedy = "a container may forbid it: ask the host"
+        yield _note("clock", text=f"cannot be asked: {reason}", remedy=remedy)
         return
     # the field after modes, offset, freq, maxerror and esterror
-    unsynchronised = ctypes.c_int.from_buffer(status, 40).value & STA_UNSYNC
-    yield _finding(
-        "clock",
-        not unsynchronised,
-        "nothing keeps it right" if unsynchronised else "kept right",
-        "run chrony or systemd-timesyncd: traces of several nodes are laid side by side",
-        otherwise=NOTE,
-    )
+    if ctypes.c_int.from_buffer(status, 40).value & STA_UNSYNC:
+        yield _note("clock", text="nothing keeps it right")
+    else:
+        yield Finding("clock", OK, "kept right")
 
 
 def _driver() -> Iterator[Finding]:
-    shown = nvidia_smi(
-        "--query-gpu=driver_version,name,memory.total,compute_mode", "--format=csv,noheader"
-    ).splitlines()
-    if not shown:
+    query = "--query-gpu=driver_version,name,memory.total,compute_mode"
+    lines = nvidia_smi(query, "--format=csv,noheader").splitlines()
+    if not lines:
         remedy = (
-            f"install NVIDIA's driver {_dotted(DRIVER)} or newer; in a container, start it "
-            "with --gpus all (docker) or --nv (apptainer)"
+            f"install NVIDIA's driver {DRIVER} or newer; in a container, start it with --gpus all "
+            "(docker) or --nv (apptainer)"
         )
-        yield Finding("driver", LACKS, "nvidia-smi shows no GPU", remedy)
+        yield _lacks("driver", text="nvidia-smi shows no GPU", remedy=remedy)
         return
-    rows = [line.split(", ") for line in shown]
-    version = rows[0][0]
-    yield _finding(
-        "driver",
-        _numbers(version) >= DRIVER,
-        version,
-        f"CUDA 13 needs {_dotted(DRIVER)} or newer",
-    )
-    kinds = sorted({row[1] for row in rows})
-    yield _finding(
-        "GPUs",
-        len(kinds) == 1,
-        f"{len(rows)}: {', '.join(kinds)}, {rows[0][2]}",
-        "trainer ranks and engines take GPUs by number: only CUDA_VISIBLE_DEVICES can keep "
-        "unlike ones apart",
-        otherwise=NOTE,
-    )
-    exclusive_gpus = [
-        number for number, row in enumerate(rows) if "Exclusive" in row[3] or "Prohibited" in row[3]
-    ]
-    if exclusive_gpus:
-        yield Finding(
-            "compute mode",
-            LACKS,
-            f"GPU {', '.join(map(str, exclusive_gpus))}: {rows[exclusive_gpus[0]][3]}",
-            "nvidia-smi --compute-mode=0",
-        )
+    versions, names, memories, modes = zip(*(line.split(", ") for line in lines))
+    yield _finding("driver", _numbers(versions[0]) >= (DRIVER,), versions[0])
+    kinds = sorted(set(names))
+    text = f"{len(names)}: {', '.join(kinds)}, {memories[0]}"
+    yield _finding("GPUs", len(kinds) == 1, text, otherwise=NOTE)
+    exclusive = [gpu for gpu, mode in enumerate(modes) if re.search("Exclusive|Prohibited", mode)]
+    if exclusive:
+        gpu_list = ", ".join(map(str, exclusive))
+        yield _lacks("compute mode", text=f"GPU {gpu_list}: {modes[exclusive[0]]}")
 
 
 def capabilities() -> list[tuple[str, int]]:
     """(name, major number of the compute capability) of each GPU."""
-    rows = [
-        line.split(", ")
-        for line in nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader").splitlines()
-    ]
+    lines = nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader").splitlines()
+    rows = [line.split(", ") for line in lines]
     return [(name, _numbers(capability)[0]) for name, capability in rows]
 
 
 def _nvlinks() -> Iterator[Finding]:
     status = nvidia_smi("nvlink", "--status")
-    if not status:
-        return
-    dead = list(dead_nvlinks(status))
-    for problem in dead:
-        yield Finding(
-            "NVLink",
-            LACKS,
-            problem,
-            "NCCL would silently go over PCIe: reset the GPUs, or take the node out",
-        )
-    if not dead:
+    problems = list(dead_nvlinks(status))
+    for problem in problems:
+        yield _lacks("NVLink", text=problem)
+    if status and not problems:
         yield Finding("NVLink", OK, "no GPU has fewer links than another")
+
+
+def dead_nvlinks(status: str) -> Iterator[str]:
+    """Problems with NVLinks that are down, from the output of `nvidia-smi nvlink --status`.
+
+    NCCL silently routes around such links, if need be over PCIe.
+
+    GPUs without NVLink are fine if no GPU of the node has one.
+    """
+    sections = re.split(r"^GPU \d+:", status, flags=re.MULTILINE)[1:]
+    up = [len(re.findall(r"Link \d+: [\d.]+ GB/s", section)) for section in sections]
+    most = max(up, default=0)
+    for gpu, count in enumerate(up):
+        if count < most:
+            yield f"GPU {gpu} has {count} NVLinks that are up, GPU {up.index(most)} has {most}"
 
 
 def _cuda_compilers() -> Iterator[Finding]:
     """Checks for nvcc and ninja, with which engines compile kernels when they start."""
-    toolkit = f"make setup-gpu installs it; or set CUDA_HOME to a toolkit of CUDA {CUDA}"
     nvcc = find_nvcc()
     if nvcc is None:
-        yield Finding("nvcc", LACKS, "is not there", toolkit)
+        yield _lacks("nvcc", text="is not there")
     else:
         release = _nvcc_release(nvcc)
-        yield _finding(
-            "nvcc", _numbers(release)[:1] == (CUDA,), f"release {release}, {nvcc}", toolkit
-        )
-    yield _program("ninja", find_program("ninja"), "make setup-gpu; or apt-get install ninja-build")
+        yield _finding("nvcc", _numbers(release)[:1] == (CUDA,), f"release {release}, {nvcc}")
+    yield _file("ninja", find_program("ninja"))
 
 
 def _nvcc_release(nvcc: Path) -> str:
     try:
-        output = subprocess.run(
-            [nvcc, "--version"],
-            capture_output=True,
-            timeout=TRY_S,
-            encoding="utf-8",
-            errors="replace",
-        ).stdout
+        output = run_program(TRY_S, nvcc, "--version").stdout
     except (OSError, subprocess.TimeoutExpired):
-        output = ""
+        return "unknown"
     match = re.search(r"release (\d+\.\d+)", output)
-    if match:
-        return match[1]
-    return "unknown"
+    return match[1] if match else "unknown"
 
 
-def _program(subject: str, path: str | None, remedy: str) -> Finding:
+def _file(subject: str, path: str | None, otherwise: str = LACKS) -> Finding:
     """The finding for a file that must be there. `path`: where it is; None if it is nowhere."""
-    return _finding(subject, path is not None, path or "is not there", remedy)
+    return _finding(subject, path is not None, path or "is not there", otherwise=otherwise)
 
 
 def _compilers() -> Iterator[Finding]:
@@ -328,30 +334,27 @@ def _compilers() -> Iterator[Finding]:
     """
     # the same order as Triton's
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    yield _program("C compiler", compiler, "apt-get install gcc; or set CC")
-    compiler = shutil.which("c++") or shutil.which("g++")
-    yield _program("C++ compiler", compiler, "apt-get install g++")
+    yield _file("C compiler", compiler)
+    yield _file("C++ compiler", shutil.which("c++") or shutil.which("g++"))
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    yield _program(
-        "Python.h",
-        str(header) if header.exists() else None,
-        "apt-get install python3.12-dev, or take a Python that uv installs: Triton compiles "
-        "against it",
-    )
+    yield _file("Python.h", str(header) if header.exists() else None)
 
 
 def find_nvcc() -> Path | None:
     """CUDA's compiler, from CUDA_HOME, from wheels in this environment, or from PATH; None without
     one.
     """
+    candidates = []
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    candidates = [Path(home) / "bin/nvcc"] if home else []
+    if home:
+        candidates.append(Path(home) / "bin/nvcc")
     wheels = Path(sysconfig.get_path("purelib"))
     candidates += sorted(wheels.glob("nvidia/cu*/bin/nvcc"), reverse=True)
+    for nvcc in candidates:
+        if os.access(nvcc, os.X_OK):
+            return nvcc
     path = shutil.which("nvcc")
-    if path:
-        candidates.append(Path(path))
-    return next((nvcc for nvcc in candidates if os.access(nvcc, os.X_OK)), None)
+    return Path(path) if path else None
 
 
 def find_program(name: str) -> str | None:
@@ -364,166 +367,80 @@ def find_program(name: str) -> str | None:
 def _network() -> Iterator[Finding]:
     """Checks the network between nodes. Mooncake needs RDMA's libraries even if it uses TCP."""
     devices = sorted(INFINIBAND.glob("*"))
-    for library, package in (
-        ("ibverbs", "libibverbs1"),
-        ("numa", "libnuma1"),
-        ("curl", "libcurl4"),
-    ):
-        file = ctypes.util.find_library(library)
-        yield _finding(
-            f"lib{library}",
-            file is not None,
-            file or "is not there",
-            f"apt-get install {package}",
-            otherwise=LACKS if devices else NOTE,
-        )
+    for name in ("ibverbs", "numa", "curl"):
+        library = ctypes.util.find_library(name)
+        yield _file(f"lib{name}", library, otherwise=LACKS if devices else NOTE)
     if not devices:
-        yield Finding(
-            "InfiniBand",
-            NOTE,
-            "no device",
-            "without it, weights between nodes go by NCCL or TCP; one node does not need it",
-        )
+        yield _note("InfiniBand", text="no device")
         return
-    drivers = {
-        (device / "device/driver").resolve().name.removesuffix("_core") for device in devices
-    }
     names = ", ".join(device.name for device in devices)
+    links = [(device / "device/driver").resolve().name for device in devices]
+    drivers = {link.removesuffix("_core") for link in links}
     if drivers == {"efa"}:
-        yield Finding(
-            "InfiniBand",
-            NOTE,
-            f"{names}: EFA, which is not InfiniBand",
-            "Mooncake cannot write over it: set weights.transport=nccl",
-        )
+        text = f"{names}: EFA, which is not InfiniBand"
+        remedy = "Mooncake cannot write over it: set weights.transport=nccl"
+        yield _note("InfiniBand", text=text, remedy=remedy)
         return
     yield Finding("InfiniBand", OK, names)
     for driver in sorted(drivers & NIC_MODULES.keys()):
         if not any(LIBRARIES.glob(f"lib*/**/lib{driver}*-rdmav*.so")):
             remedy = (
-                f"install {NIC_MODULES[driver]}: Mooncake's library does not load without "
-                "it, and weights would go by NCCL"
+                f"install {NIC_MODULES[driver]}: Mooncake's library does not load without it, and "
+                "weights would go by NCCL"
             )
-            yield Finding(f"lib{driver}", LACKS, "its provider for libibverbs is not there", remedy)
+            text = "its provider for libibverbs is not there"
+            yield _lacks(f"lib{driver}", text=text, remedy=remedy)
     yield _registration()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = resource.RLIM_INFINITY in (soft, hard)
-    yield _finding(
-        "locked memory",
-        unlimited,
-        "unlimited" if unlimited else f"{hard >> 10} KiB at most",
-        "ulimit -l unlimited (limits.conf; Slurm: PropagateResourceLimitsExcept=MEMLOCK)",
-    )
+    if resource.RLIM_INFINITY in (soft, hard):
+        yield Finding("locked memory", OK, "unlimited")
+    else:
+        yield _lacks("locked memory", text=f"{hard >> 10} KiB at most")
 
 
 def _registration() -> Finding:
     """Checks whether network cards can access GPU memory."""
     modules = {line.split()[0] for line in MODULES.read_text(encoding="utf-8").splitlines()}
     if "nvidia_peermem" in modules or "nv_peer_mem" in modules:
-        return Finding("GPU memory by RDMA", OK, "nvidia_peermem is loaded")
-    if "nvidia" in modules and _numbers(platform.release()) >= (5, 12):
-        return Finding(
-            "GPU memory by RDMA",
-            OK,
-            "by dmabuf (open kernel modules of the driver), as far as can be told without trying",
-        )
-    return Finding(
-        "GPU memory by RDMA", LACKS, "neither nvidia_peermem nor dmabuf", "modprobe nvidia_peermem"
-    )
-
-
-def dead_nvlinks(status: str) -> Iterator[str]:
-    """Problems with NVLinks that are down, from the output of `nvidia-smi nvlink --status`.
-
-    NCCL silently routes around such links, if need be over PCIe.
-
-    GPUs without NVLink are fine if no GPU of the node has one.
-    """
-    up = [
-        len(re.findall(r"Link \d+: [\d.]+ GB/s", gpu))
-        for gpu in re.split(r"^GPU \d+:", status, flags=re.MULTILINE)[1:]
-    ]
-    for gpu, count in enumerate(up):
-        if count < max(up):
-            yield (
-                f"GPU {gpu} has {count} NVLinks that are up, GPU {up.index(max(up))} has {max(up)}"
-            )
-
-
-# Packages that a run imports. Each check imports a module with code or an extension, since an empty
-# folder would pass as a package.
-EVERYWHERE = {
-    "torch": "torch",
-    "megatron-core": "megatron.core",
-    "transformers": "transformers",
-    "sglang": "sglang.srt.server_args",
-}
-ON_GPUS = {
-    "transformer-engine": "transformer_engine.pytorch",
-    "sglang's kernels": "sgl_kernel",
-    "flashinfer": "flashinfer",
-    "triton": "triton",
-}
-MOONCAKE = {"mooncake": "mooncake.engine"}
-
-
-def packages(gpu: bool) -> list[Check]:
-    """A check for each package. It imports the package in a separate process."""
-    modules = EVERYWHERE | MOONCAKE | (ON_GPUS if gpu else {})
-    return [
-        lambda name=name, module=module: _imported(name, module) for name, module in modules.items()
-    ]
+        text = "nvidia_peermem is loaded"
+    elif "nvidia" in modules and _numbers(platform.release()) >= (5, 12):
+        text = "by dmabuf (open kernel modules of the driver), as far as can be told without trying"
+    else:
+        return _lacks("GPU memory by RDMA", text="neither nvidia_peermem nor dmabuf")
+    return Finding("GPU memory by RDMA", OK, text)
 
 
 def _imported(name: str, module: str) -> Iterator[Finding]:
+    """Imports the package in a separate process."""
     code = f"import {module} as module; print(getattr(module, '__file__', None))"
+    remedy = REMEDIES.get(name, "make setup in a checkout, on GPUs make setup-gpu")
+    otherwise = NOTE if name == "mooncake" else LACKS
     try:
-        process = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            capture_output=True,
-            timeout=IMPORT_S,
-            encoding="utf-8",
-            errors="replace",
-        )
+        process = run_program(IMPORT_S, sys.executable, "-P", "-c", code)
     except subprocess.TimeoutExpired:
-        yield Finding(
-            name,
-            LACKS,
-            f"import {module} took longer than {IMPORT_S:.0f} s",
-            "is it on a slow file system?",
-        )
+        text = f"import {module} took longer than {IMPORT_S:.0f} s"
+        yield _lacks(name, text=text, remedy="is it on a slow file system?")
         return
-    if process.returncode == 0 and process.stdout.split()[-1:] not in ([], ["None"]):
-        yield Finding(name, OK, f"{_version(name)}, import {module}")
-        return
-    cause = "it is an empty folder" if process.returncode == 0 else _last_line(process.stderr)
-    text = f"import {module}: {cause}"
-    if name == "mooncake":
-        remedy = "weights.transport=mooncake is not there, auto takes another"
-        yield Finding(name, NOTE, text, remedy)
+    if process.returncode:
+        cause = _last_line(process.stderr)
+    elif process.stdout.split()[-1:] in ([], ["None"]):
+        cause = "it is an empty folder"
     else:
-        yield Finding(name, LACKS, text, "make setup in a checkout, on GPUs make setup-gpu")
+        yield Finding(name, OK, f"{_version(module)}, import {module}")
+        return
+    yield _finding(name, False, f"import {module}: {cause}", remedy, otherwise)
 
 
 def _last_line(stderr: str) -> str:
     return (stderr.strip().splitlines() or ["it died"])[-1]
 
 
-def _version(name: str) -> str:
+def _version(module: str) -> str:
     from importlib import metadata
 
-    for package in (
-        name,
-        "mooncake-transfer-engine-non-cuda",
-        "mooncake-transfer-engine-cuda13",
-        "sglang-kernel",
-        "flashinfer-python",
-    ):
-        if package == name or name.split("'")[0].split("-")[0] in package:
-            try:
-                return metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
+    packages = metadata.packages_distributions().get(module.split(".")[0])
+    if packages:
+        return metadata.version(packages[0])
     return "of an unknown version"
 
 
@@ -534,26 +451,16 @@ def peers() -> Iterator[Finding]:
         "print(json.dumps([[a, b] for a in range(n) for b in range(n) if a != b and not "
         "torch.cuda.can_device_access_peer(a, b)]))"
     )
-    process = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        capture_output=True,
-        timeout=TRY_S,
-        encoding="utf-8",
-        errors="replace",
-    )
+    process = run_program(TRY_S, sys.executable, "-P", "-c", code)
     if process.returncode:
-        yield Finding("CUDA", LACKS, _last_line(process.stderr), "does torch fit the driver?")
+        yield _lacks("CUDA", text=_last_line(process.stderr))
         return
     pairs = json.loads(process.stdout)
-    if not pairs:
+    if pairs:
+        gpu, other = pairs[0]
+        yield _note("peer access", text=f"GPU {gpu} cannot open the memory of GPU {other}")
+    else:
         yield Finding("peer access", OK, "every GPU opens every other's memory")
-        return
-    yield Finding(
-        "peer access",
-        NOTE,
-        f"GPU {pairs[0][0]} cannot open the memory of GPU {pairs[0][1]}",
-        "nvidia-smi topo -p2p r says why; weights between them go by shared memory or NCCL then",
-    )
 
 
 def writes(gpu: bool) -> Iterator[Finding]:
@@ -575,48 +482,27 @@ def writes(gpu: bool) -> Iterator[Finding]:
     for line in output.splitlines():
         yield _written(**json.loads(line))
     if problem:
-        yield Finding("test writes", LACKS, problem, "see what is lacking above")
+        yield _lacks("test writes", text=problem)
     if gpu:
-        yield Finding(
-            "writes between nodes",
-            NOTE,
-            "not tried: they take a second node",
-            "the first update of a run tries and audits them",
-        )
+        yield _note("writes between nodes", text="not tried: they take a second node")
 
 
 def _written(
     kind: str, source: str, target: str, is_default: bool, bytes: int, gb_per_s: float, error: str
 ) -> Finding:
     """The finding that a trial_writes.Write amounts to."""
-    name = f"write by {kind}"
     route = f"from {source} to {target}"
-    if not error:
-        mib = f"{bytes / (1 << 20):.0f} MiB"
-        text = f"{mib} {route}, {gb_per_s:.2f} GB/s, every byte as it was sent"
-        return Finding(name, OK, text)
-    # weights.transport=auto uses it here, or trainer ranks need it
-    state = LACKS if is_default or kind == "nccl" else NOTE
-    return Finding(name, state, f"{route}: {error}", WRITE_REMEDIES.get(kind, ""))
-
-
-WRITE_REMEDIES = {
-    "cuda_ipc": "it needs peer access (nvidia-smi topo -p2p r) and one container, or --ipc=host; "
-    "weights.transport=nccl needs neither",
-    "shared_memory": "weights.transport=gloo does not need it",
-    "mooncake": "weights.transport=nccl (on CPUs gloo) does not need it; auto would take it "
-    "between several nodes",
-    "nccl": "NCCL_DEBUG=INFO says why; trainer ranks need it too",
-    "gloo": "does this host reach itself at 127.0.0.1?",
-}
+    if error:
+        # weights.transport=auto uses it here, or trainer ranks need it
+        otherwise = LACKS if is_default or kind == "nccl" else NOTE
+        return _finding(f"write by {kind}", False, f"{route}: {error}", otherwise=otherwise)
+    size = f"{bytes / (1 << 20):.0f} MiB"
+    text = f"{size} {route}, {gb_per_s:.2f} GB/s, every byte as it was sent"
+    return Finding(f"write by {kind}", OK, text)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def _dotted(version: Sequence[int]) -> str:
-    return ".".join(map(str, version))
 
 
 DESCRIPTION = "what a run needs of this machine, what is there, and how to get the rest"
@@ -633,22 +519,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "also start an engine of CONFIG here, so that what it compiles is kept "
         "(launch.compile_cache); overrides may follow CONFIG"
     )
+    overrides = "with --warm: overrides of CONFIG"
+    gpu = "as for a node with GPUs; default: where NVIDIA's driver is loaded"
+    as_json = "print one JSON object, and nothing else, on stdout"
     parser.add_argument("--warm", metavar="CONFIG", help=compiled)
-    parser.add_argument(
-        "overrides",
-        metavar="dotted.key=value",
-        nargs="*",
-        default=[],
-        help="with --warm: overrides of CONFIG",
-    )
-    parser.add_argument(
-        "--gpu",
-        action="store_true",
-        help="as for a node with GPUs; default: where NVIDIA's driver is loaded",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, and nothing else, on stdout"
-    )
+    parser.add_argument("overrides", metavar="dotted.key=value", nargs="*", help=overrides)
+    parser.add_argument("--gpu", action="store_true", help=gpu)
+    parser.add_argument("--json", action="store_true", help=as_json)
 
 
 def run(arguments: argparse.Namespace) -> RunPlan | None:
@@ -662,17 +539,15 @@ def run(arguments: argparse.Namespace) -> RunPlan | None:
     gpu = arguments.gpu or has_driver()
     if arguments.warm and arguments.json:
         raise ConfigError("--json: must be left out with --warm, which prints what it starts")
-    plan = _planned(arguments.warm, arguments.overrides)
-    print_findings(
-        [*system(gpu), *packages(gpu), *([peers] if gpu else []), lambda: writes(gpu)],
-        f"a run on {'GPUs' if gpu else 'CPUs'}",
-        gpu=gpu,
-        as_json=arguments.json,
-    )
+    if arguments.overrides and not arguments.warm:
+        raise ConfigError(f"{arguments.overrides[0]}: settings go with --warm CONFIG")
+    plan = _planned(arguments.warm, arguments.overrides) if arguments.warm else None
+    purpose = "a run on GPUs" if gpu else "a run on CPUs"
+    print_findings(machine(gpu), purpose, gpu=gpu, as_json=arguments.json)
     return plan
 
 
-def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
+def _planned(config: str, settings: Sequence[str]) -> RunPlan:
     """The plan whose engine shall compile here.
 
     Raises ConfigError, also if an engine needs other or more GPUs than this machine has.
@@ -681,10 +556,6 @@ def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
     from megarl.config.load import load_config
     from megarl.plan.resolve import resolve
 
-    if config is None and settings:
-        raise ConfigError(f"{settings[0]}: settings go with --warm CONFIG")
-    if config is None:
-        return None
     plan = resolve(load_config(config, settings))
     gpu = plan.config.cluster.gpu
     if gpu == "cpu":
@@ -713,7 +584,7 @@ def print_findings(checks: Sequence[Check], purpose: str, gpu: bool, as_json: bo
             print(finding, flush=True)
     lacking = [finding.what for finding in findings if finding.state == LACKS]
     if as_json:
-        rows = [asdict(finding) for finding in findings]
+        rows = list(map(asdict, findings))
         print(json.dumps({"ok": not lacking, "gpu": gpu, "findings": rows}))
     if lacking:
         raise RuntimeError(f"this machine lacks what {purpose} needs: {', '.join(lacking)}")
@@ -722,7 +593,9 @@ def print_findings(checks: Sequence[Check], purpose: str, gpu: bool, as_json: bo
 
 
 if __name__ == "__main__":
+    # for `make setup-gpu`, which may run on a machine without a GPU
     try:
-        print_findings(installing(), "an installation for GPUs", gpu=True)
+        installation = [_system, _python, _room, _temporary, _compilers]
+        print_findings(installation, "an installation for GPUs", gpu=True)
     except RuntimeError as error:
         sys.exit(f"megarl: {error}")

@@ -100,6 +100,12 @@ def _leading_number(entry: str) -> str:
     return ""
 
 
+def run_program(timeout_s: float, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, timeout=timeout_s, encoding="utf-8", errors="replace"
+    )
+
+
 def nvidia_smi(*arguments: str) -> str:
     """The output of nvidia-smi; empty if it is missing, or if there is no driver or GPU.
 
@@ -108,13 +114,7 @@ def nvidia_smi(*arguments: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
-        process = subprocess.run(
-            ["nvidia-smi", *arguments],
-            capture_output=True,
-            timeout=NVIDIA_SMI_S,
-            encoding="utf-8",
-            errors="replace",
-        )
+        process = run_program(NVIDIA_SMI_S, "nvidia-smi", *arguments)
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(
             f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?"

@@ -60,24 +60,19 @@ class Write(msgspec.Struct, frozen=True):
 def model(gpu: bool) -> ModelSpec:
     """A Llama of 1 GiB, or of 16 MiB, in bf16."""
     hidden, layers, vocabulary = (2048, 6, 33792) if gpu else (256, 4, 8192)
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
-        "vocab_size": vocabulary,
-    }
-    heads = {
-        "num_attention_heads": hidden // 128,
-        "num_key_value_heads": hidden // 128,
-        "max_position_embeddings": 128,
-    }
+    heads = hidden // 128
     return load_spec(
         {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "rms_norm_eps": 1e-5,
-            **sizes,
-            **heads,
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_hidden_layers": layers,
+            "vocab_size": vocabulary,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": 128,
         }
     )
 

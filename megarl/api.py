@@ -346,11 +346,9 @@ def resolved(
                 lambda: inputs.check_inputs(settings, checked, run, at_hand=True)
             )
             reported = {problem.partition(": ")[0] for problem in problems}  # key=value
-            problems += [
-                problem
-                for problem in of_inputs
-                if loaded.concerns(problem) and problem.partition(": ")[0] not in reported
-            ]
+            for problem in of_inputs:
+                if loaded.concerns(problem) and problem.partition(": ")[0] not in reported:
+                    problems.append(problem)
         raise ConfigError(problems)
     except OSError as error:  # about a path, which is a mistake in a setting
         raise unreadable(error) from error

@@ -163,7 +163,9 @@ def group_of(
 
 def shared_prefix(trees: Sequence[Tree]) -> list[int]:
     """The ids that all branches of all trees begin with and that were not sampled."""
-    contexts = [turn.context for tree in trees for turn in tree.turns if turn.parent is None]
+    contexts = []
+    for tree in trees:
+        contexts += [turn.context for turn in tree.turns if turn.parent is None]
     shortest = min(contexts)
     longest = max(contexts)  # the common prefix of these two is that of all
     length = 0
@@ -359,10 +361,10 @@ class Episode:
         completions = await self.generate(ids, sampling, n)
         self.counts["calls"] += 1
         parsed_texts = [await self._parse(completion, tools, stop) for completion in completions]
-        return [
-            self._answer(position, completion, parsed)
-            for completion, parsed in zip(completions, parsed_texts, strict=True)
-        ]
+        answers = []
+        for completion, parsed in zip(completions, parsed_texts, strict=True):
+            answers.append(self._answer(position, completion, parsed))
+        return answers
 
     def _seed(self, ids: Sequence[int], call_seed: int | None) -> int | None:
         """The seed of a call that asks for the seed `call_seed`.
@@ -458,11 +460,11 @@ class Episode:
         """The text and log-prob of each sampled token of an answer, without end-of-text."""
         ids = answer.completion.token_ids
         values = answer.completion.logprobs
-        return [
-            (self.tokenizer.piece(number), value)
-            for number, value in zip(ids, values)
-            if number not in self.tokenizer.eos_ids
-        ]
+        pieces = []
+        for number, value in zip(ids, values):
+            if number not in self.tokenizer.eos_ids:
+                pieces.append((self.tokenizer.piece(number), value))
+        return pieces
 
     async def _prepare_call(
         self,
@@ -548,7 +550,7 @@ class Episode:
             if end and not before[end:].strip() and rendered.startswith(before):
                 begin = end
                 if turn.completion.token_ids[-1] not in self.tokenizer.eos_ids:
-                    begin = max(before.rfind(token) for token in template.ends)
+                    begin = max(map(before.rfind, template.ends))
                 return turn, stand_ins.encode(rendered[begin:], self.tokenizer)
             self.counts["unstable"] += 1
         return None, stand_ins.encode(rendered, self.tokenizer)

@@ -248,15 +248,15 @@ Logprobs = Sequence[Sequence[tuple[str, float]] | None]
 
 
 def written(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str) -> dict[str, Any]:
-    choices = [
-        {
-            "index": index,
+    choices = []
+    for answer, values in zip(answers, logprobs, strict=True):
+        choice = {
+            "index": len(choices),
             "message": _assistant_message(answer),
             "finish_reason": answer.finish_reason,
             "logprobs": _logprobs(values),
         }
-        for index, (answer, values) in enumerate(zip(answers, logprobs, strict=True))
-    ]
+        choices.append(choice)
     return {**_head(name, model, "chat.completion"), "choices": choices, "usage": _usage(answers)}
 
 

@@ -171,11 +171,10 @@ def numbers(report: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, fl
 
     Raises NoReward with the message `otherwise` if there is no reward or anything else besides.
     """
-    values = {
-        name: float(value)
-        for name, value in report.items()
-        if type(value) in (int, float) and abs(value) <= MAX_REWARD
-    }
+    values = {}
+    for name, value in report.items():
+        if type(value) in (int, float) and abs(value) <= MAX_REWARD:
+            values[name] = float(value)
     named = len(report) <= MOST_METRICS and all(map(_METRIC.fullmatch, report))
     if "reward" not in values or len(values) < len(report) or not named:
         raise NoReward(otherwise)

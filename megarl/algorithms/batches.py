@@ -170,9 +170,7 @@ def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
             return trained_reward(branches, config)
         return branches[0].reward
 
-    return torch.tensor(
-        [[reward(branches) for branches in group] for group in groups], dtype=torch.float64
-    )
+    return torch.tensor([list(map(reward, group)) for group in groups], dtype=torch.float64)
 
 
 def batch_metrics(

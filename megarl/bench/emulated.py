@@ -40,7 +40,7 @@ class EmulatedLengths:
     def __call__(self, ordinal: Ordinal, n: int) -> list[int]:
         rng = np.random.default_rng((self.seed, ordinal))
         drawn = rng.lognormal(np.log(self.mean) - self.sigma**2 / 2, self.sigma, n)
-        return [int(length) for length in np.clip(np.rint(drawn), 1, self.longest)]
+        return list(map(int, np.clip(np.rint(drawn), 1, self.longest)))
 
 
 @dataclass(eq=False)
@@ -113,23 +113,20 @@ class EmulatedEngine:
         """
         ordinal = inputs[0][0]
         lengths = self._unfinished.setdefault(ordinal, self.lengths(ordinal, len(inputs)))
-        remaining = [
-            length - (len(tokens) - PROMPT_TOKENS)
-            for tokens, length in zip(inputs, lengths, strict=True)
-        ]
-        runs = [
-            self._submit(tokens, min(length, sampling.max_tokens))
-            for tokens, length, sampling in zip(inputs, remaining, samplings)
-        ]
+        remaining = []
+        runs = []
+        for tokens, length, sampling in zip(inputs, lengths, samplings, strict=True):
+            remaining.append(length - (len(tokens) - PROMPT_TOKENS))
+            runs.append(self._submit(tokens, min(remaining[-1], sampling.max_tokens)))
         await self._ended(runs)
         self._runs.difference_update(runs)
-        completions = [self._completion(run, length) for run, length in zip(runs, remaining)]
-        self._unfinished[ordinal] = [
-            length
-            for length, completion in zip(lengths, completions)
-            if completion.finish_reason != "stop"
-        ]
-        if not self._unfinished[ordinal]:
+        completions = list(map(self._completion, runs, remaining))
+        unfinished = []
+        for length, completion in zip(lengths, completions):
+            if completion.finish_reason != "stop":
+                unfinished.append(length)
+        self._unfinished[ordinal] = unfinished
+        if not unfinished:
             del self._unfinished[ordinal]
         return completions
 
@@ -189,10 +186,11 @@ class EmulatedEngine:
             end_s = max(run.ends_s for run in runs)
 
     def _completion(self, run: _Run, remaining: int) -> Completion:
-        sampled = (run.starts_s + index * self.token_s for index in range(run.tokens))
-        versions = [
-            self._versions[bisect.bisect_right(self._switched, clock_s) - 1] for clock_s in sampled
-        ]
+        versions = []
+        for index in range(run.tokens):
+            clock_s = run.starts_s + index * self.token_s
+            switches = bisect.bisect_right(self._switched, clock_s)
+            versions.append(self._versions[switches - 1])
         reason = "stop" if run.tokens == remaining else "length"
         if run.aborted:
             reason = ABORT

@@ -35,6 +35,7 @@ from typing import Any
 
 from megarl.base.cores import usable_cores
 from megarl.base.processes import kill
+from megarl.base.table import aligned
 from megarl.bench.emulated import EmulatedLengths
 from megarl.bench.overlap_cell import Cell, generate, train
 from megarl.config.errors import ConfigError
@@ -83,17 +84,16 @@ class Lane:
             waiting_pipes = [pipe for pipe in self._pipes if pipe not in answers]
             ready_pipes = wait(waiting_pipes, max(0.0, remaining_s))
             if not ready_pipes:
-                names = [
-                    name
-                    for name, pipe in zip(("the generator", "the trainer"), self._pipes)
-                    if pipe in waiting_pipes
-                ]
+                names = ["the trainer"] if self._pipes[1] in waiting_pipes else []
+                if self._pipes[0] in waiting_pipes:
+                    names.insert(0, "the generator")
                 raise TimeoutError(
                     f"{cell.name}: {' and '.join(names)} did not finish within "
                     f"{self._timeout_s:.0f} s"
                 )
-            for pipe in (pipe for pipe in waiting_pipes if pipe in ready_pipes):
-                answers[pipe] = _answer(cell, pipe)
+            for pipe in waiting_pipes:
+                if pipe in ready_pipes:
+                    answers[pipe] = _answer(cell, pipe)
         return answers[self._pipes[1]]
 
     def close(self) -> None:
@@ -179,27 +179,21 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
     """Writes `path`: a panel for each kind of lengths, a group of bars for each ratio, a bar for
     each setting.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     cells = facts["cells"]
-    lengths, ratios, settings = (
-        list(dict.fromkeys(cell[key] for cell in cells)) for key in ("lengths", "ratio", "setting")
-    )
-    efficiencies = {
-        (cell["lengths"], cell["ratio"], cell["setting"]): cell["efficiency"] for cell in cells
-    }
+    efficiencies = {}
+    for cell in cells:
+        efficiencies[cell["lengths"], cell["ratio"], cell["setting"]] = cell["efficiency"]
+    lengths, ratios, settings = (list(dict.fromkeys(names)) for names in zip(*efficiencies))
     figure = Figure(figsize=(10, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
     width = 0.84 / len(settings)
     for panel, kind in zip(panels, lengths):
         for index, (setting, colour) in enumerate(zip(settings, COLOURS, strict=True)):
-            places = [
-                place + (index - (len(settings) - 1) / 2) * width for place in range(len(ratios))
-            ]
+            offset = (index - (len(settings) - 1) / 2) * width
             panel.bar(
-                places,
+                [place + offset for place in range(len(ratios))],
                 [efficiencies[kind, ratio, setting] for ratio in ratios],
                 width,
                 color=colour,
@@ -281,7 +275,7 @@ def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | Non
         "update_s": WRITE_SHARE * step_s,
         "steps": steps,
         "not_counted": WARM_UP,
-        "cells": [asdict(result) for result in measure(step_s, steps, lanes)],
+        "cells": list(map(asdict, measure(step_s, steps, lanes))),
     }
     if picture is not None:
         draw(facts, picture)
@@ -300,10 +294,10 @@ def measure(step_s: float, steps: int, lanes: int) -> list[OverlapResult]:
             print(f"{cell.name}; {remaining} cells to go", file=sys.stderr)
 
         timeout_s = 60 + 20 * steps * step_s
-        return [
-            result(*key, cell, rows)
-            for (key, cell), rows in zip(keyed_cells, run_cells(cells, lanes, timeout_s, report))
-        ]
+        results = []
+        for (key, cell), rows in zip(keyed_cells, run_cells(cells, lanes, timeout_s, report)):
+            results.append(result(*key, cell, rows))
+        return results
 
 
 def grid(step_s: float, steps: int, folder: str) -> Iterator[tuple[tuple[str, float, str], Cell]]:
@@ -400,14 +394,6 @@ def render(facts: Mapping[str, Any]) -> str:
                 f"{cell['late']:.1%}",
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = []
-    for row in rows:
-        cells = [
-            text.ljust(width) if column < 3 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths))
-        ]
-        lines.append("  ".join(cells).rstrip())
     notes = [
         "Seconds are means per step. The trainer waits for its batch and for engines to take "
         "its weights.",
@@ -415,4 +401,4 @@ def render(facts: Mapping[str, Any]) -> str:
         "late: how much the trainer overslept; above 1% the machine was busy with something "
         "else: discard the cell.",
     ]
-    return "\n".join([title(facts), *lines, *notes])
+    return "\n".join([title(facts), *aligned(rows, text_columns=3), *notes])

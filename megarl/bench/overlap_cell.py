@@ -23,6 +23,7 @@ from megarl.algorithms.batches import step_times
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, EmulatedLengths
+from megarl.bench.gpu.measure import llama
 from megarl.config.schema import (
     AsyncConfig,
     EvalConfig,
@@ -44,7 +45,6 @@ from megarl.messaging.messages import (
     WeightsOffer,
     WeightsWritten,
 )
-from megarl.models.registry import load_spec
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import WeightsSource
@@ -56,23 +56,6 @@ from megarl.rollouts.stream import RolloutStream
 from megarl.weight_sync.receiver import InitialWeights, OfferedVersion, UpdateCost, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsSender
 from megarl.weight_sync.updates import Writes
-
-SPEC = {  # any model: the channels need some map
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +110,7 @@ class Cell:
         )
         return RunPlan(
             config,
-            load_spec(SPEC),
+            llama("toy"),  # any model: the channels need some map
             TrainerTopology(),
             self.steps,
             self.prompts_per_step * self.n,
@@ -175,10 +158,7 @@ class EmulatedGenerator(GeneratorExecutor):
     async def _generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         return Group(
             prompt,
-            [
-                _sample(completion)
-                for completion in await self.fleet.generate(prompt.token_ids, sampling, n)
-            ],
+            list(map(_sample, await self.fleet.generate(prompt.token_ids, sampling, n))),
         )
 
 

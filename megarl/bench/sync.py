@@ -42,13 +42,16 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.base.cores import usable_cores
 from megarl.base.files import log_tail
+from megarl.base.table import aligned
 from megarl.bench.sync_ranks import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES, Ranks, build_map
 from megarl.config.errors import ConfigError
 from megarl.generator.client import EngineClient
@@ -106,9 +109,7 @@ class SyncBench:
         self.trainers = list(range(job[2]))
         self.everyone = [*self.trainers, job[2]]  # the last rank is the far end of a bare medium
         self.tensors = SentTensors(self.map)
-        self.rank_bytes = [
-            sum(copy.bytes for copy in self.map.copies_from(rank)) for rank in self.trainers
-        ]
+        self.rank_bytes = self.map.rank_bytes()[0].tolist()
         self.writes = sum(len(self.map.writes_from(rank)) for rank in self.trainers)
         self.bytes = sum(self.rank_bytes)
         self.ranks = Ranks(len(self.everyone), job, TIMEOUT_S)
@@ -132,13 +133,11 @@ class SyncBench:
                 ways |= await self.delta(kind, share)
         ways |= await self.gather_ways()
         # Not the recalled ways: they would rightly report that this check has scrambled the memory.
-        await self.check(
-            {
-                name: way
-                for name, way in ways.items()
-                if name not in BARE.values() and not name.endswith((RECALLED, CHANGED))
-            }
-        )
+        checked = {}
+        for name, way in ways.items():
+            if name not in BARE.values() and not name.endswith((RECALLED, CHANGED)):
+                checked[name] = way
+        await self.check(checked)
         times: dict[str, list[float]] = {name: [] for name in ways}
         for name, way in [*ways.items()] * (repeats + 1):
             started_s = time.perf_counter()
@@ -281,9 +280,7 @@ class SyncBench:
             "group_name": GROUP,
             "flush_cache": False,
         }
-        gathered = [
-            owned for rank in self.trainers[1:] for owned in self.map.source.owned_pieces(rank)
-        ]
+        gathered = list(chain.from_iterable(map(self.map.source.owned_pieces, self.trainers[1:])))
         moved = (
             sum(piece.local.numel * ITEM_BYTES[tensor.dtype] for tensor, piece in gathered)
             + self.bytes * self.job[3]
@@ -363,9 +360,7 @@ class SyncBench:
             for tensor in live:
                 tensor.view(-1).view(torch.uint8).fill_(1)
             await way.run()
-            await self.session.audit(
-                [packed_shares(shares) for shares in shares_of_ranks], self.tensors
-            )
+            await self.session.audit(list(map(packed_shares, shares_of_ranks)), self.tensors)
 
     async def on_trainers(
         self, method: str, *arguments: Any, per_rank: Sequence[Any] = ()
@@ -414,23 +409,18 @@ def draw(facts: dict[str, Any], path: str) -> None:
 
     The darker part is what an audit adds.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ways = facts["ways"]
     names = [way["name"] for way in ways]
     median = [way["median_s"] * 1e3 for way in ways]
-    spread = [
-        [abs(end * 1e3 - m) for m, end in zip(median, ends)]
-        for ends in zip(*(way["quartiles_s"] for way in ways))
-    ]
+    quartiles_ms = np.array([way["quartiles_s"] for way in ways]).T * 1e3  # [2, ways]
     figure = Figure(figsize=(9, 0.6 + 0.36 * len(ways)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.barh(
         names,
         median,
-        xerr=spread,
+        xerr=abs(quartiles_ms - median),
         color=[COLOURS[name.split()[0]] for name in names],
         error_kw={"lw": 1, "capsize": 2},
     )
@@ -484,11 +474,10 @@ def run(
 
     Raises ConfigError for a wrong name, RuntimeError if a way gives wrong weights.
     """
-    problems = [
-        f"--transport {name}: choose from {', '.join(TRANSPORTS)}"
-        for name in transports
-        if name not in TRANSPORTS
-    ]
+    problems = []
+    for name in transports:
+        if name not in TRANSPORTS:
+            problems.append(f"--transport {name}: choose from {', '.join(TRANSPORTS)}")
     if repeats < 1:
         problems.append(f"--repeats {repeats}: must be at least 1")
     if problems:
@@ -510,7 +499,7 @@ def run(
         "trainer_tp": TRAINER_TP,
         "engine_tp": ENGINE_TP,
         "repeats": repeats,
-        "ways": [asdict(timing) for timing in timings(ways, times, bench.bytes)],
+        "ways": list(map(asdict, timings(ways, times, bench.bytes))),
     }
     if picture is not None:
         draw(facts, picture)
@@ -575,10 +564,10 @@ def make_model(
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     generator = torch.Generator().manual_seed(1)
     tensors = hf_layout(load_spec(config), dtype).tensors(0)
-    values = {
-        t.name: (0.02 * torch.randn(t.shape, generator=generator)).to(getattr(torch, dtype))
-        for t in tensors
-    }
+    values = {}
+    for tensor in tensors:
+        weights = 0.02 * torch.randn(tensor.shape, generator=generator)
+        values[tensor.name] = weights.to(getattr(torch, dtype))
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -588,16 +577,10 @@ def timings(
 ) -> list[Timing]:
     """The results. `times`: way -> seconds of each round; `size`: bytes of the model."""
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
-    gather = min(
-        (name for name in ways if name.startswith("gather")),
-        key=lambda name: median[name],
-        default=None,
-    )
-    return [
-        timing_of(name, ways, times, gather, size)
-        for name in ways
-        if not name.endswith((AUDITED, RECALLED))
-    ]
+    gathers = [name for name in ways if name.startswith("gather")]
+    gather = min(gathers, key=lambda name: median[name], default=None)
+    shown = [name for name in ways if not name.endswith((AUDITED, RECALLED))]
+    return [timing_of(name, ways, times, gather, size) for name in shown]
 
 
 def timing_of(
@@ -643,25 +626,26 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def render(facts: dict[str, Any]) -> str:
+    def text(value: float | None, form: str) -> str:
+        return "" if value is None else form.format(value)
+
+    def milliseconds(seconds: float | None) -> str:
+        return "" if seconds is None else f"{seconds * 1e3:.1f}"
+
     def row(way: dict[str, Any]) -> list[str]:
-        share = way["of_ceiling"]
-        times = way["times_faster"]
-        fewer = way["times_fewer_bytes"]
-        low, high = way["quartiles_s"]
         return [
             way["name"],
-            f"{way['median_s'] * 1e3:.1f}",
-            f"{low * 1e3:.1f}–{high * 1e3:.1f}",
+            milliseconds(way["median_s"]),
+            "–".join(map(milliseconds, way["quartiles_s"])),
             f"{way['gb_per_s']:.2f}",
             f"{way['bytes_moved'] / 1e6:.1f}",
             f"{way['messages']}",
-            "" if share is None else f"{share:.0%}",
-            "" if times is None else f"{times:.1f}x",
-            "" if fewer is None else f"{fewer:.1f}x",
-            *(
-                "" if way[key] is None else f"{way[key] * 1e3:.1f}"
-                for key in ("audit_s", "recall_s", "compare_s")
-            ),
+            text(way["of_ceiling"], "{:.0%}"),
+            text(way["times_faster"], "{:.1f}x"),
+            text(way["times_fewer_bytes"], "{:.1f}x"),
+            milliseconds(way["audit_s"]),
+            milliseconds(way["recall_s"]),
+            milliseconds(way["compare_s"]),
         ]
 
     header = [
@@ -679,14 +663,4 @@ def render(facts: dict[str, Any]) -> str:
         "compare ms",
     ]
     rows = [header, *map(row, facts["ways"])]
-    widths = [max(len(line[i]) for line in rows) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:])),
-            ]
-        )
-        for line in rows
-    ]
-    return "\n".join([title(facts), *(line.rstrip() for line in lines)])
+    return "\n".join([title(facts), *aligned(rows)])

@@ -82,20 +82,19 @@ class BareMedia:
         self.bare = join_gloo(address, self.rank, self.senders + 1, self.timeout_s)
 
     def send_blocks(self, size: int) -> None:
-        for work in [
-            self.bare.send([self.block[part]], self.senders, 0)
-            for part in block_parts(size, CHUNK_BYTES)
-        ]:
+        works = []
+        for part in block_parts(size, CHUNK_BYTES):
+            works.append(self.bare.send([self.block[part]], self.senders, 0))
+        for work in works:
             work.wait()
 
     def receive_blocks(self, sizes: Sequence[int]) -> None:
         blocks = self.block.split(BLOCK_BYTES)
-        parts = [
-            (rank, blocks[rank][part])
-            for rank, size in enumerate(sizes)
-            for part in block_parts(size, CHUNK_BYTES)
-        ]
-        for work in [self.bare.recv([part], rank, 0) for rank, part in parts]:
+        works = []
+        for rank, size in enumerate(sizes):
+            for part in block_parts(size, CHUNK_BYTES):
+                works.append(self.bare.recv([blocks[rank][part]], rank, 0))
+        for work in works:
             work.wait()
 
     def open_block(self) -> str:
@@ -109,10 +108,10 @@ class BareMedia:
         _, peer, base = mooncake.address_parts(address)
         local_address = self.block.data_ptr()
         remote_address = base + self.rank * BLOCK_BYTES
-        runs = [
-            (local_address + part.start, remote_address + part.start, part.stop - part.start)
-            for part in block_parts(size, RUN_BYTES)
-        ]
+        runs = []
+        for part in block_parts(size, RUN_BYTES):
+            length = part.stop - part.start
+            runs.append((local_address + part.start, remote_address + part.start, length))
         if not mooncake.write_runs(self.mooncake, peer, runs, self.timeout_s):
             raise RuntimeError(f"Mooncake could not write to {peer}")
 
@@ -149,11 +148,10 @@ class Gather:
     def collect(self) -> None:
         """Gathers every whole tensor onto rank 0, under its Hugging Face name."""
         if self.rank:
-            parts = [
-                self.sources[tensor.name][piece.local.slices()]
-                for tensor, piece in self.layout.owned_pieces(self.rank)
-            ]
-            works = [self.group.send([as_bytes(part.contiguous())], 0, 0) for part in parts]
+            works = []
+            for tensor, piece in self.layout.owned_pieces(self.rank):
+                part = self.sources[tensor.name][piece.local.slices()]
+                works.append(self.group.send([as_bytes(part.contiguous())], 0, 0))
             for work in works:
                 work.wait()
             return
@@ -196,11 +194,11 @@ class Gather:
     def broadcast(self, flattened: bool) -> None:
         tensors = list(self.full.values())
         if flattened:
-            tensors = [torch.cat([as_bytes(tensor) for tensor in tensors])]
-        works = [
-            torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True)
-            for tensor in tensors
-        ]
+            tensors = [torch.cat(list(map(as_bytes, tensors)))]
+        works = []
+        for tensor in tensors:
+            work = torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True)
+            works.append(work)
         for work in works:
             assert work is not None  # not None, since it is asynchronous
             work.wait()
@@ -247,7 +245,7 @@ class Rank:
             self.writes = scheduled_writes(self.map, rank)
 
     def connect_and_write(self, kind: str, endpoints: Sequence[str]) -> None:
-        decoded = [Endpoint.decode(text) for text in endpoints]
+        decoded = list(map(Endpoint.decode, endpoints))
         self.transports[kind] = transport_class(kind)(self.rank, self.timeout_s)
         self.transports[kind].connect(decoded)
         self.shapes = shapes_of(decoded)

@@ -109,9 +109,7 @@ def seconds(least: float = 0) -> Limit:
 
 
 def each_item(limit: Limit) -> Limit:
-    return Limit(
-        f"{limit.text}, each", lambda values: all(limit.accepts(value) for value in values)
-    )
+    return Limit(f"{limit.text}, each", lambda values: all(map(limit.accepts, values)))
 
 
 def one_of(

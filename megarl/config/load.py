@@ -773,7 +773,7 @@ def escaped(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [escaped(item) for item in value]
+        return list(map(escaped, value))
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value

@@ -32,7 +32,7 @@ class Gae:
         self, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """[T] float64 for each response, from its tokens' rewards [T] and values [T]."""
-        lengths = [len(row) for row in rewards]
+        lengths = list(map(len, rewards))
         # Responses are rows, padded with zeros, so that values end in 0.
         padded = np.zeros((2, len(lengths), max(lengths, default=0) + 1))
         rows = zip(lengths, rewards, values, strict=True)

@@ -83,54 +83,7 @@ def read(source: str, folder: Path) -> dict[str, Any]:
     "problem".
     """
     try:
-        tokenizer = _from_pretrained(source)
-        kind = type(tokenizer)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not backend:
-            return {
-                "problem": f"its class {kind.__name__} runs in Python, and has no fast form of "
-                "the tokenizers library"
-            }
-        names = {
-            "tokenizer.json",
-            "tiktoken.model",
-            "tekken.json",
-            *kind.vocab_files_names.values(),
-        }
-        if not any((folder / name).is_file() for name in names):
-            return {
-                "problem": f"it has no vocabulary for {kind.__name__}, which needs one of "
-                f"{', '.join(sorted(names))}"
-            }
-        backend.no_truncation()  # as in each of the tokenizer's calls
-        backend.no_padding()
-        saved = json.loads(backend.to_str())
-        model = saved["model"]
-        if model.get("dropout"):
-            return {
-                "problem": f"its tokenizer.json has dropout={model['dropout']}, with which a text "
-                "has other ids each time; set it to null"
-            }
-        # one that was first added as special keeps being skipped, which is not saved
-        for token in saved["added_tokens"]:
-            token["special"] |= not tokenizer.decode([token["id"]], skip_special_tokens=True)
-        unknown = model.get("unk_token")
-        templates = tokenizer.chat_template or {}
-        if not isinstance(templates, dict):
-            templates = {"default": templates}
-        return {
-            "backend": json.dumps(saved),
-            "splits_special_tokens": tokenizer.split_special_tokens,
-            "bos_token": tokenizer.bos_token,
-            "eos_token_id": tokenizer.eos_token_id,
-            "unknown_id": model.get("unk_id") if unknown is None else backend.token_to_id(unknown),
-            "special_tokens": tokenizer.special_tokens_map,
-            "chat_templates": templates,
-            "texts": [_text(tokenizer, text) for text in (*TEXTS, *_names(tokenizer))],
-            "chats": [
-                chat for template in templates.values() for chat in _chats(tokenizer, template)
-            ],
-        }
+        return _described(_from_pretrained(source), folder)
     except Exception as error:  # Transformers and its classes raise any kind
         first_line = (str(error).strip().splitlines() or [""])[0]
         if "custom code" in first_line:
@@ -142,6 +95,52 @@ def read(source: str, folder: Path) -> dict[str, Any]:
             "problem": f"AutoTokenizer of transformers cannot read it: {type(error).__name__}: "
             f"{first_line}"
         }
+
+
+def _described(tokenizer: Any, folder: Path) -> dict[str, Any]:
+    kind = type(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not backend:
+        return {
+            "problem": f"its class {kind.__name__} runs in Python, and has no fast form of the "
+            "tokenizers library"
+        }
+    names = {"tokenizer.json", "tiktoken.model", "tekken.json", *kind.vocab_files_names.values()}
+    if not any((folder / name).is_file() for name in names):
+        return {
+            "problem": f"it has no vocabulary for {kind.__name__}, which needs one of "
+            f"{', '.join(sorted(names))}"
+        }
+    backend.no_truncation()  # as in each of the tokenizer's calls
+    backend.no_padding()
+    saved = json.loads(backend.to_str())
+    model = saved["model"]
+    if model.get("dropout"):
+        return {
+            "problem": f"its tokenizer.json has dropout={model['dropout']}, with which a text has "
+            "other ids each time; set it to null"
+        }
+    # one that was first added as special keeps being skipped, which is not saved
+    for token in saved["added_tokens"]:
+        token["special"] |= not tokenizer.decode([token["id"]], skip_special_tokens=True)
+    unknown = model.get("unk_token")
+    templates = tokenizer.chat_template or {}
+    if not isinstance(templates, dict):
+        templates = {"default": templates}
+    chats = []
+    for template in templates.values():
+        chats += _chats(tokenizer, template)
+    return {
+        "backend": json.dumps(saved),
+        "splits_special_tokens": tokenizer.split_special_tokens,
+        "bos_token": tokenizer.bos_token,
+        "eos_token_id": tokenizer.eos_token_id,
+        "unknown_id": model.get("unk_id") if unknown is None else backend.token_to_id(unknown),
+        "special_tokens": tokenizer.special_tokens_map,
+        "chat_templates": templates,
+        "texts": [_text(tokenizer, text) for text in (*TEXTS, *_names(tokenizer))],
+        "chats": chats,
+    }
 
 
 def _from_pretrained(source: str) -> Any:

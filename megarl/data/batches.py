@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import LearnedConfig, PreferenceConfig, RewardModelConfig, RunConfig
 from megarl.data.datasets import load_rows, read_pairs
 from megarl.data.order import Mixture, train_mixture
-from megarl.data.prompts import count_tokens, dropping, load_sources, row_index
+from megarl.data.prompts import Sources, count_tokens, dropping, load_sources, row_index
 from megarl.data.rows import Pair, Row, RowProblem
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.spec import ModelSpec
@@ -41,10 +41,7 @@ def sft_batches(
     )
     for step in range(first_step, config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)
-        yield [
-            sft_sequence(sources[ordinal], tokenizer, spec.max_position_embeddings)
-            for ordinal in ordinals
-        ]
+        yield _sequences(sources, ordinals, tokenizer, spec)
 
 
 def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
@@ -57,9 +54,14 @@ def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
     tokenizer = load_tokenizer(config.model)
     reading = dropping(config, demonstration_tokens(tokenizer, spec))
     rows = load_rows(config.sft.eval, "sft.eval", config.seed, "none", config.model, reading)
+    return _sequences(rows, range(len(rows)), tokenizer, spec)
+
+
+def _sequences(
+    rows: Sequence[Row] | Sources, numbers: Iterable[int], tokenizer: Tokenizer, spec: ModelSpec
+) -> list[TrainSequence]:
     return [
-        sft_sequence(rows[number], tokenizer, spec.max_position_embeddings)
-        for number in range(len(rows))
+        sft_sequence(rows[number], tokenizer, spec.max_position_embeddings) for number in numbers
     ]
 
 

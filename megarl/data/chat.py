@@ -152,7 +152,7 @@ class ChatTemplate:
         turn: Message = {"role": "assistant", "content": _NONCE}
         if calls:
             turn["tool_calls"] = calls
-        shown = [names.hide(message) for message in messages]
+        shown = list(map(names.hide, messages))
         rendered = self.render([{"role": "user", "content": "."}, turn, *shown])
         check_shown(shown, rendered, 2)
         answer_end = rendered.rfind(_NONCE) + len(_NONCE)
@@ -248,7 +248,10 @@ class ChatTemplate:
         """Where the turn ends: after its first end-of-text token, where a rollout would stop. The
         token may follow the turn's text.
         """
-        last += len(next((token for token in self.ends if text.startswith(token, last)), ""))
+        for token in self.ends:
+            if text.startswith(token, last):
+                last += len(token)
+                break
         ends = self._ends(text, first, last)
         if not ends:
             names = " and ".join(map(repr, self.ends))
@@ -327,7 +330,7 @@ class StandIns:
             return value
         if isinstance(value, dict):
             return {name: self.hide(inner) for name, inner in value.items()}
-        return [self.hide(inner) for inner in value] if isinstance(value, list) else value
+        return list(map(self.hide, value)) if isinstance(value, list) else value
 
     def parts(self, text: str) -> list[tuple[str, bool]]:
         """The pieces of `text` in order, each with whether special tokens in it count as such."""
@@ -374,11 +377,8 @@ def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
 def _thoughts(message: Message) -> list[str]:
     """The thinking in an assistant's message: in a key of its own, or before each </think>."""
     inside = [text.rpartition("<think>")[2] for text in message["content"].split("</think>")[:-1]]
-    return [
-        text.strip()
-        for text in (*(message.get(key) for key in _THOUGHTS), *inside)
-        if isinstance(text, str)
-    ]
+    texts = [*map(message.get, _THOUGHTS), *inside]
+    return [text.strip() for text in texts if isinstance(text, str)]
 
 
 def name_of(call: Any) -> Any:

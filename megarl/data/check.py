@@ -76,10 +76,9 @@ class Checked:
     def remarks(self) -> Iterator[str]:
         """Facts about the rows that the user may not know."""
         if self.dropped:
-            kinds = [
-                f"{len(locations):,}: {kind} (first: {locations[0]})"
-                for kind, locations in self.reading.dropped.items()
-            ]
+            kinds = []
+            for kind, locations in self.reading.dropped.items():
+                kinds.append(f"{len(locations):,}: {kind} (first: {locations[0]})")
             yield (
                 f"rows left out (data.bad_rows=drop): {self.dropped:,}, of them {', '.join(kinds)}"
             )
@@ -229,12 +228,10 @@ def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConf
         if config.sft.eval:
             datasets.append(("sft.eval", config.sft.eval))
         return [(section, source, 0) for section, source in datasets]
-    evaluation = [
-        (key, dataset, held_out_sampling(config, suite).max_tokens)
-        for _, key, dataset, suite in held_out(config)
-    ]
-    train = [
-        (key, source, config.rollout.max_tokens)
-        for key, source in source_sets(config.data.train, "data.train")
-    ]
+    evaluation = []
+    for _, key, dataset, suite in held_out(config):
+        evaluation.append((key, dataset, held_out_sampling(config, suite).max_tokens))
+    train = []
+    for key, source in source_sets(config.data.train, "data.train"):
+        train.append((key, source, config.rollout.max_tokens))
     return evaluation if command == "eval" else [*train, *evaluation]

@@ -147,17 +147,10 @@ def compare_contents(
     changes = [*before.changes(now)]
     if changes and not accept:
         then = f"{instead}, or set {ACCEPT}=true: some prompts are then trained twice or never"
-        raise ConfigError(
-            [
-                f"{change}. {first_job[0].upper()}{first_job[1:]} began otherwise: restore that, "
-                f"{then}"
-                for change in changes
-            ]
-        )
-    return [
-        f"Data: {change}; {first_job} began otherwise, and goes on as {ACCEPT} allows"
-        for change in changes
-    ]
+        remedy = f"{first_job[0].upper()}{first_job[1:]} began otherwise: restore that, {then}"
+        raise ConfigError([f"{change}. {remedy}" for change in changes])
+    consequence = f"{first_job} began otherwise, and goes on as {ACCEPT} allows"
+    return [f"Data: {change}; {consequence}" for change in changes]
 
 
 def _difference(rows_before: str, rows_now: str) -> str:

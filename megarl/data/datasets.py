@@ -286,10 +286,10 @@ def columns_of(record: Mapping[str, Any], config: DatasetConfig, key: str) -> Co
         return Columns(config.prompt_key, config.answer_key or "answer")
     fits = [form for form in FORMATS if all(record.get(name) is not None for name in form.keys)]
     if len(fits) > 1:
-        names = " and ".join(
-            f"{' with '.join(map(repr, form.keys))} ({form.name})" for form in fits
+        names = [f"{' with '.join(map(repr, form.keys))} ({form.name})" for form in fits]
+        raise RowProblem(
+            f"it has the columns {' and '.join(names)}: set {key}.prompt_key and {key}.answer_key"
         )
-        raise RowProblem(f"it has the columns {names}: set {key}.prompt_key and {key}.answer_key")
     if fits:
         form = fits[0]
     elif "prompt" in record:
@@ -306,10 +306,10 @@ def messages_of(value: list[Any], field: str) -> list[Message]:
     """A conversation in the form that chat templates read: contents are texts, arguments of tool
     calls are objects. Raises RowProblem.
     """
-    return [
-        _message(message, f"field {field!r}, message {number}")
-        for number, message in enumerate(value, start=1)
-    ]
+    messages = []
+    for number, message in enumerate(value, start=1):
+        messages.append(_message(message, f"field {field!r}, message {number}"))
+    return messages
 
 
 def _message(message: Any, location: str) -> Message:
@@ -405,10 +405,13 @@ def learned(messages: list[Message], learn: str, field: str) -> tuple[list[Messa
 
 
 def _without_weights(messages: list[Message]) -> list[Message]:
-    return [
-        {name: value for name, value in message.items() if name not in ("weight", "train")}
-        for message in messages
-    ]
+    result = []
+    for message in messages:
+        message = dict(message)
+        message.pop("weight", None)
+        message.pop("train", None)
+        result.append(message)
+    return result
 
 
 _MAX_PROBLEMS = 10  # most problems that one message shows
@@ -612,10 +615,9 @@ def _checked_rows[R: (Row, Pair)](
         except RowProblem as problem:
             description = problem.kind if reading.drop else str(problem)
             bad.setdefault(description, []).append(location)
-    problems = [
-        f"{places[0]}: {problem}{_as_in(len(places) - 1)}"
-        for problem, places in islice(bad.items(), _MAX_PROBLEMS)
-    ]
+    problems = []
+    for problem, places in islice(bad.items(), _MAX_PROBLEMS):
+        problems.append(f"{places[0]}: {problem}{_as_in(len(places) - 1)}")
     unread = sum(map(len, list(bad.values())[_MAX_PROBLEMS:]))
     if unread:
         problems.append(f"{config.source}: {unread} more rows with problems")
@@ -773,13 +775,12 @@ def _row(
 
 def _check_columns(record: dict[str, Any], fields_by_setting: dict[str, str], key: str) -> None:
     """Raises RowProblem that names all missing columns, and the settings that name them."""
-    missing = [
-        f"{field!r} ({key}.{setting})"
-        for setting, field in fields_by_setting.items()
-        if _dig(record, field) is _MISSING
-    ]
+    missing = []
+    for setting, field in fields_by_setting.items():
+        if _dig(record, field) is _MISSING:
+            missing.append(f"{field!r} ({key}.{setting})")
     if missing:
-        columns = ", ".join(repr(column) for column in islice(record, _MAX_PROBLEMS)) or "none"
+        columns = ", ".join(map(repr, islice(record, _MAX_PROBLEMS))) or "none"
         if len(record) > _MAX_PROBLEMS:
             columns += f" and {len(record) - _MAX_PROBLEMS} more"
         raise RowProblem(f"no column {' and none '.join(missing)}; its columns are {columns}")

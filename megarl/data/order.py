@@ -114,9 +114,10 @@ class Mixture:
 
     def counts(self, first: Ordinal, end: Ordinal) -> list[int]:
         """[source] how many of the ordinals from `first` up to but excluding `end` it has."""
-        return [
-            self.below(source, end) - self.below(source, first) for source in range(len(self.names))
-        ]
+        counts = []
+        for source in range(len(self.names)):
+            counts.append(self.below(source, end) - self.below(source, first))
+        return counts
 
 
 def mixed(config: MixtureConfig) -> dict[str, MixedConfig]:
@@ -174,18 +175,16 @@ def mixture_of(config: MixtureConfig, per_step: int) -> Mixture:
                 f"(quota={source.quota})"
             )
     quotas = {name: source.quota for name, source in sources.items() if source.quota is not None}
-    weights = {
-        name: Fraction(str(source.weight or 1))
-        for name, source in sources.items()
-        if name not in quotas
-    }
+    weights = {}
+    for name, source in sources.items():
+        if name not in quotas:
+            weights[name] = Fraction(str(source.weight or 1))
     remaining = per_step - sum(quotas.values())
     if remaining < 0 or (remaining == 0) != (not weights):
         all_of = f"rollout.prompts_per_step={per_step}"
         demand = f"leave some of {all_of} for the other sources" if weights else f"be {all_of}"
-        quota_terms = " + ".join(
-            f"{_TRAIN}.sources.{name}.quota={quota}" for name, quota in quotas.items()
-        )
+        terms = [f"{_TRAIN}.sources.{name}.quota={quota}" for name, quota in quotas.items()]
+        quota_terms = " + ".join(terms)
         raise ConfigError(f"{quota_terms}: {'together they ' * (len(quotas) > 1)}must {demand}")
     shares = {name: weight * remaining / sum(weights.values()) for name, weight in weights.items()}
     shares |= quotas

@@ -55,7 +55,7 @@ def without_nulls(value: Any) -> Any:
     """The value without the null fields of objects inside it. Items of lists stay."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
 
 
 @dataclass

@@ -109,11 +109,11 @@ class Tokenizer:
     @property
     def special_tokens(self) -> dict[str, int]:
         """The ids of special tokens (not text), by name."""
-        return {
-            token.content: number
-            for number, token in self.backend.get_added_tokens_decoder().items()
-            if token.special
-        }
+        numbers = {}
+        for number, token in self.backend.get_added_tokens_decoder().items():
+            if token.special:
+                numbers[token.content] = number
+        return numbers
 
     def same_ids(self, tokenizer: Tokenizer) -> bool:
         """Whether every token id means the same in both tokenizers."""
@@ -183,7 +183,7 @@ def tokenizer_of(
         folder = Path(source) if Path(source).is_dir() else hub_folder(source, _PATTERNS)
     except HubError as error:
         raise ConfigError(f"{key}={source}: {error}") from error
-    if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+    if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         raise ConfigError(
             f"{key}={source}: holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json or "
             "the like)"

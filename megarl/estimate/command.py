@@ -44,18 +44,7 @@ def run_plan(
     optimum of LlamaRL's section 7 besides the best config. Raises ConfigError for what cannot be
     planned.
     """
-    if budget is not None and not (searching or theory):
-        raise ConfigError(f"--gpus {budget}: needs --search or --theory")
-    if (searching or theory) and plan.config.cluster.share_gpus:
-        raise ConfigError(
-            f"--{'search' if searching else 'theory'}: needs cluster.share_gpus=false: each side "
-            "gets GPUs of its own"
-        )
-    if theory and plan.config.generator.has_groups:
-        raise ConfigError(
-            "--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one "
-            "shape"
-        )
+    _check_options(plan, searching, theory, budget)
     # they keep their GPUs
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)
     search_result = None
@@ -104,6 +93,22 @@ def run_plan(
         facts["theory"] = asdict(optima)
         lines += report.render_theory(optima, budget)
     return CommandResult(facts, "\n".join(lines))
+
+
+def _check_options(plan: RunPlan, searching: bool, theory: bool, budget: int | None) -> None:
+    """Raises ConfigError for options that do not fit each other or the config."""
+    if budget is not None and not (searching or theory):
+        raise ConfigError(f"--gpus {budget}: needs --search or --theory")
+    if (searching or theory) and plan.config.cluster.share_gpus:
+        raise ConfigError(
+            f"--{'search' if searching else 'theory'}: needs cluster.share_gpus=false: each side "
+            "gets GPUs of its own"
+        )
+    if theory and plan.config.generator.has_groups:
+        raise ConfigError(
+            "--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one "
+            "shape"
+        )
 
 
 def _role_lines(plan: RunPlan, facts: dict[str, Any]) -> Iterator[str]:
@@ -190,7 +195,7 @@ def run_map(
         facts |= {
             "rank": rank,
             "rank_part_s": part_s,
-            "rank_copies": [map_report.copy_fields(copy) for copy in copies],
+            "rank_copies": list(map(map_report.copy_fields, copies)),
         }
         return CommandResult(facts, "\n".join(map_report.render_copies(rank, copies, part_s)))
     lines = [map_report.render(reshard_map, rate, forwarding, delta)]

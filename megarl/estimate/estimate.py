@@ -630,12 +630,13 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
             ] = cache
     longest = config.rollout.max_tokens + prompt
     prompt_text = f"plan.prompt_tokens={prompt}" if config.plan.prompt_tokens else "one token"
-    problems = [
-        f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of {prompt_text} it is "
-        f"{longest} tokens; they must be at most {name} {limit}"
-        for name, limit in room.items()
-        if longest > limit
-    ]
+    problems = []
+    for name, limit in room.items():
+        if longest > limit:
+            problems.append(
+                f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of {prompt_text} "
+                f"it is {longest} tokens; they must be at most {name} {limit}"
+            )
     if problems:
         raise ConfigError(problems)
 
@@ -692,10 +693,10 @@ def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) 
 
 def _shadow_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig) -> float:
     """The trainer keeps the last values that it sent to each group of engines."""
-    return sum(
-        shadow_bytes(spec, trainer, group.settings, config.model.dtype)
-        for group in engine_groups(config.generator)
-    )
+    size = 0.0
+    for group in engine_groups(config.generator):
+        size += shadow_bytes(spec, trainer, group.settings, config.model.dtype)
+    return size
 
 
 def _inbox_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:

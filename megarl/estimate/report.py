@@ -75,11 +75,9 @@ def not_counted(config: RunConfig) -> list[str]:
     if dropped_share(config) is None:
         unknown.append("rollout.dynamic_sampling (set plan.dropped_share)")
     for key, settings in mappings.items():
-        unknown += [
-            f"{key}.{name}"
-            for name, value in settings.items()
-            if name not in COUNTED and not _is_counted_cache(name, value)
-        ]
+        for name, value in settings.items():
+            if name not in COUNTED and not _is_counted_cache(name, value):
+                unknown.append(f"{key}.{name}")
     return unknown
 
 
@@ -184,9 +182,11 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
         ("training", result.train.total, train_parts(result.train)),
         ("generation", result.generate.total, generate_parts(result.generate)),
     ):
-        shown = ", ".join(
-            f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds
-        )
+        large_parts = []
+        for part, value in parts.items():
+            if value >= 0.005 * seconds:
+                large_parts.append(f"{part} {value:.3g}")
+        shown = ", ".join(large_parts)
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
     for group in result.groups if len(result.groups) > 1 else ():
         rate = (
@@ -199,20 +199,7 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
             f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as "
             "responses finish"
         )
-    content = "adapters" if result.sends_adapters else "bytes"
-    bytes_s = result.sync_s - result.control_s
-    yield (
-        f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's {content} over its link"
-    )
-    if not result.sends_adapters:
-        yield (
-            f"           {'':<14}{result.delta_sync_s - result.control_s:9.2g}   if {CHANGED:.0%} "
-            "of the elements have changed, with weights.delta=auto"
-        )
-    yield (
-        f"           {'':<14}{result.control_s:9.2g}   more for its messages and calls, in "
-        "either case"
-    )
+    yield from _update_time(result)
     mode = "the slower side" if result.overlaps else "both sides, one after the other"
     if result.places_wait_s > 0.005 * result.step_s:
         mode += ", waits"
@@ -234,6 +221,24 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
     else:
         yield f"           {'synchronous':<14}{'-':>9}   colocated on the same GPUs nothing fits"
     yield f"rates      {result.train.tflops:.0f} TFLOP/s per training GPU; {_decode(result)}"
+
+
+def _update_time(result: Estimate) -> Iterator[str]:
+    content = "adapters" if result.sends_adapters else "bytes"
+    bytes_s = result.sync_s - result.control_s
+    yield (
+        f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's {content} over its "
+        "link"
+    )
+    if not result.sends_adapters:
+        yield (
+            f"           {'':<14}{result.delta_sync_s - result.control_s:9.2g}   if {CHANGED:.0%} "
+            "of the elements have changed, with weights.delta=auto"
+        )
+    yield (
+        f"           {'':<14}{result.control_s:9.2g}   more for its messages and calls, in "
+        "either case"
+    )
 
 
 def _decode(result: Estimate) -> str:

@@ -82,11 +82,9 @@ def _new_problems(
     """The problems of `changed` that `config` does not have, or that `changed` should have solved:
     those of `section`'s settings.
     """
-    old = [
-        problem
-        for problem in problems(config, spec)
-        if not section or not problem.startswith(section)
-    ]
+    old = problems(config, spec)
+    if section:
+        old = [problem for problem in old if not problem.startswith(section)]
     return [problem for problem in problems(changed, spec) if problem not in old]
 
 
@@ -568,12 +566,11 @@ def remedies(config: RunConfig, spec: ModelSpec, result: Estimate) -> list[Remed
     """For each side that is too large, the single settings with which it fits, or else pairs, or
     else triples. Fastest first.
     """
-    return [
-        remedy
-        for side in result.overfull
-        if side in ("trainer", "generator")
-        for remedy in _remedies_of_side(config, spec, side)
-    ]
+    result_remedies = []
+    for side in result.overfull:
+        if side in ("trainer", "generator"):
+            result_remedies += _remedies_of_side(config, spec, side)
+    return result_remedies
 
 
 def _remedies_of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
@@ -627,11 +624,10 @@ def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]
         yield {"trainer.tp": 2 * t.tp, "trainer.dp": t.dp // 2, "trainer.sequence_parallel": True}
         first, last = even_stages(spec.num_layers, 2 * t.pp)
         stages = {"trainer.first_stage_layers": first, "trainer.last_stage_layers": last}
-        keep = {
-            key: value
-            for key, value in stages.items()
-            if value is not None or getattr(t, key.split(".")[1]) is not None
-        }
+        keep = {}
+        for key, value in stages.items():
+            if value is not None or getattr(t, key.split(".")[1]) is not None:
+                keep[key] = value
         yield {"trainer.pp": 2 * t.pp, "trainer.dp": t.dp // 2} | keep
         yield {"trainer.cp": 2 * t.cp, "trainer.dp": t.dp // 2}
     if spec.num_experts:

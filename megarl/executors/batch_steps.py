@@ -80,7 +80,7 @@ class BatchSteps:
                 strict=True,
             ):
                 places.update(minibatch.places[index] for index in share)
-        return [sorted(places) for places in places_of_ranks]
+        return list(map(sorted, places_of_ranks))
 
     def train(self, batch: Batch) -> list[StepResult]:
         """Makes the optimizer steps.
@@ -118,12 +118,8 @@ class BatchSteps:
         """The places of the samples whose per-token numbers are written: those in groups that are
         written as text.
         """
-        return range(
-            sum(
-                len(group.samples)
-                for group in batch.groups[: self.config.observe.rollouts_per_step]
-            )
-        )
+        written_groups = batch.groups[: self.config.observe.rollouts_per_step]
+        return range(sum(len(group.samples) for group in written_groups))
 
     def _frozen(self, sequences: Sequences, cut: list[MiniBatch]) -> FrozenScores:
         if self.algorithm.needs_reference:
@@ -173,10 +169,10 @@ class BatchSteps:
                 frozen.reference,
             )
             weights = group_weights.weights.flatten()[minibatch.places].tolist()
-            sequences_of_step = [
-                _weighted(sequence, weight)
-                for sequence, weight in zip(sequences_of_step, weights, strict=True)
-            ]
+            weighted = []
+            for sequence, weight in zip(sequences_of_step, weights, strict=True):
+                weighted.append(_weighted(sequence, weight))
+            sequences_of_step = weighted
         result = self.trainer.train_step(
             sequences_of_step,
             self.algorithm.loss,

@@ -253,12 +253,11 @@ class GeneratorExecutor:
             for ordinal in range(PROBE_PROMPTS):
                 requests.append((group, self.prompts[ordinal]))
         prompts = [prompt for _, prompt in requests]
-        answers = asyncio.gather(
-            *(
-                self.fleet.generate(prompt.token_ids, sampling.of_sample(prompt.ordinal), 1, group)
-                for group, prompt in requests
-            )
-        )
+        generations = []
+        for group, prompt in requests:
+            seeded = sampling.of_sample(prompt.ordinal)
+            generations.append(self.fleet.generate(prompt.token_ids, seeded, 1, group))
+        answers = asyncio.gather(*generations)
         if not groups or not await self.fleet.while_serving(answers):
             return ProbeReady(self.version, [], [], [], [], [])
         completions = [completion for (completion,) in answers.result()]

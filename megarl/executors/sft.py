@@ -61,10 +61,8 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
         result = trainer.train_step(sequences, nll_loss, float(tokens))
         result.check_tokens(tokens)
         steps_done = step + 1
-        if held_out and (
-            steps_done == config.sft.steps
-            or (config.sft.every and steps_done % config.sft.every == 0)
-        ):
+        is_last = steps_done == config.sft.steps
+        if held_out and (is_last or _is_due(steps_done, config.sft.every)):
             status.set(f"held-out loss after step {step}")
             eval_losses["eval/loss"] = loss = mean_loss(trainer, held_out, config.sft.batch_size)
             if config.sft.keep == "best" and loss < lowest:
@@ -73,29 +71,22 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
         if metrics is not None:
             wall_s = time.monotonic() - start
             samples_per_s = (step + 1 - start_step) * len(sequences) / wall_s
-            values = {
+            row = {
+                "wall_s": wall_s,
                 "loss": result.loss,
                 "entropy/mean": result.entropy,
                 "grad_norm": result.grad_norm,
+                **eval_losses,
+                "samples_per_s": samples_per_s,
             }
-            metrics.write(
-                step, {"wall_s": wall_s, **values, **eval_losses, "samples_per_s": samples_per_s}
-            )
-        if (
-            config.sft.save_every
-            and steps_done % config.sft.save_every == 0
-            and steps_done < config.sft.steps
-        ):
+            metrics.write(step, row)
+        if _is_due(steps_done, config.sft.save_every) and not is_last:
             status.set(f"saving after step {step}")
             if metrics is not None:
                 metrics.sync()
             files = {name: text.encode() for name, text in record.items()}
-            checkpoint.save(
-                trainer,
-                checkpoint_path(run_dir, steps_done),
-                {"step": steps_done, "lowest": str(lowest)},
-                files,
-            )
+            state = {"step": steps_done, "lowest": str(lowest)}
+            checkpoint.save(trainer, checkpoint_path(run_dir, steps_done), state, files)
             if rank == 0:
                 prune_checkpoints(run_dir, keep=1)
     status.set("exporting")
@@ -108,6 +99,10 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
         metrics.close()
         prune_checkpoints(run_dir, keep=0)
     shutdown_distributed()
+
+
+def _is_due(steps_done: int, every: int) -> bool:
+    return every > 0 and steps_done % every == 0
 
 
 def _begun(plan: RunPlan, path: str, best: str) -> tuple[MegatronTrainer, float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,21 +116,15 @@ class TrainerExecutor:
         elif self.critic is not None:
             begin_critic(self.critic, self.plan)
         self.curr_step = self.rendezvous.start_step
-        if self.rank == 0:
-            self.metrics = MetricsWriter(run_dir, resume_step=self.curr_step)
-        else:
-            self.metrics = None
-        if self.rank == 0:
-            self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step)
-        else:
-            self.ordinals = None
-        if self.rank == 0:
-            self.samples = SamplesWriter(run_dir, resume_step=self.curr_step)
-        else:
-            self.samples = None
+        self.metrics: MetricsWriter | None = None
+        self.ordinals: OrdinalsWriter | None = None
+        self.samples: SamplesWriter | None = None
         # created only when there is something to write, on few ranks
         self.tokens: TokensWriter | None = None
         if self.rank == 0:
+            self.metrics = MetricsWriter(run_dir, resume_step=self.curr_step)
+            self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step)
+            self.samples = SamplesWriter(run_dir, resume_step=self.curr_step)
             forget_after(run_dir, self.curr_step)
             self._evaluations = NewEvaluations(run_dir)
         self._step_ended = self._started = time.monotonic()
@@ -254,74 +249,40 @@ class TrainerExecutor:
     def _write_metrics(self, batch: Batch, results: list[StepResult], train_s: float) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0
         applied = self._applied()
-        config = self.plan.config
         now = time.monotonic()
         step_s = now - self._step_ended
         self._step_ended = now
-        samples = batch.samples
-        self.metrics.write(
-            batch.step,
-            {
-                "wall_s": now - self._started,
-                **batch_metrics(
-                    batch,
-                    self.version - 1,
-                    batch_rewards(batch, config) if shapes(config) else None,
-                ),
-                **(
-                    dropped_metrics(batch)
-                    if self.plan.config.rollout.dynamic_sampling or batch.dropped
-                    else {}
-                ),
-                **source_metrics(
-                    batch, self._mixture, self.plan.config.data.curriculum is not None
-                ),
-                **step_metrics(results, self.algorithm),
-                **self.batch_steps.value_metrics(),
-                # With a critic, samples of equal reward also have advantages. Without a reward,
-                # equal rewards mean nothing.
-                **(
-                    {}
-                    if needs_groups_to_differ(self.plan.config.algorithm)
-                    else {"zero_advantage_fraction": None}
-                ),
-                "weights/version": self.version,
-                LIMIT: probe_limit(self.plan),
-                **self._metrics_before,
-                **step_times(
-                    batch,
-                    step_s,
-                    train_s,
-                    self._batch_wait_s,
-                    self._sync.wait_s,
-                    self._sync.sync_s,
-                    applied.pause_s if applied else 0.0,
-                ),
-                "time/save_s": self.saving.taken_s(),
-                "samples_per_s": len(samples) / step_s,
-                "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
-                "samples/trained": sum(result.sequences for result in results)
-                // self.plan.config.trainer.epochs,
-                **(
-                    {"samples/masked": len(masked_places(batch, True))}
-                    if self.plan.config.algorithm.mask_truncated
-                    else {}
-                ),
-                **_applied_metrics(applied),
-                **_memory_metrics(applied),
-                **self._accepted_metrics(applied),
-                "staleness/rejected": batch.rejected,
-                "prompts/buffered": batch.buffered,
-                "prompts/first": batch.groups[0].ordinal,
-                "prompts/last": batch.groups[-1].ordinal,
-                **self._evaluations.metrics(),
-            },
-            {
-                name: [getattr(sample, field) for sample in batch.generated]
-                for name, field in DISTRIBUTIONS.items()
-            },
-            results[0].agreement.histograms() if results and results[0].agreement else {},
-        )
+        metrics = {
+            "wall_s": now - self._started,
+            **self._learning_metrics(batch, results),
+            **step_times(
+                batch,
+                step_s,
+                train_s,
+                self._batch_wait_s,
+                self._sync.wait_s,
+                self._sync.sync_s,
+                applied.pause_s if applied else 0.0,
+            ),
+            "time/save_s": self.saving.taken_s(),
+            "samples_per_s": len(batch.samples) / step_s,
+            "tokens_per_s": sum(sample.policy_tokens for sample in batch.samples) / step_s,
+            **self._counts(batch, results),
+            **_applied_metrics(applied),
+            **_memory_metrics(applied),
+            **self._accepted_metrics(applied),
+            "staleness/rejected": batch.rejected,
+            "prompts/buffered": batch.buffered,
+            "prompts/first": batch.groups[0].ordinal,
+            "prompts/last": batch.groups[-1].ordinal,
+            **self._evaluations.metrics(),
+        }
+        distributions = {}
+        for name, field in DISTRIBUTIONS.items():
+            distributions[name] = [getattr(sample, field) for sample in batch.generated]
+        agreement = results[0].agreement if results else None
+        histograms = agreement.histograms() if agreement else {}
+        self.metrics.write(batch.step, metrics, distributions, histograms)
         self._metrics_before = {}
         self._write_rollouts(batch)
         self.ordinals.write(
@@ -329,6 +290,31 @@ class TrainerExecutor:
             [group.ordinal for group in batch.groups],
             [group.ordinal for group in batch.dropped],
         )
+
+    def _learning_metrics(self, batch: Batch, results: list[StepResult]) -> dict[str, Any]:
+        """Metrics of what was learned, and from what."""
+        config = self.plan.config
+        rewards = batch_rewards(batch, config) if shapes(config) else None
+        metrics: dict[str, Any] = batch_metrics(batch, self.version - 1, rewards)
+        if config.rollout.dynamic_sampling or batch.dropped:
+            metrics |= dropped_metrics(batch)
+        metrics |= source_metrics(batch, self._mixture, config.data.curriculum is not None)
+        metrics |= step_metrics(results, self.algorithm)
+        metrics |= self.batch_steps.value_metrics()
+        # With a critic, samples of equal reward also have advantages. Without a reward, equal
+        # rewards mean nothing.
+        if not needs_groups_to_differ(config.algorithm):
+            metrics["zero_advantage_fraction"] = None
+        metrics |= {"weights/version": self.version, LIMIT: probe_limit(self.plan)}
+        return metrics | self._metrics_before
+
+    def _counts(self, batch: Batch, results: list[StepResult]) -> dict[str, int]:
+        config = self.plan.config
+        trained = sum(result.sequences for result in results) // config.trainer.epochs
+        counts = {"samples/trained": trained}
+        if config.algorithm.mask_truncated:
+            counts["samples/masked"] = len(masked_places(batch, True))
+        return counts
 
     def _accepted_metrics(self, applied: WeightsApplied | None) -> dict[str, float]:
         """Metrics of speculative decoding. Prints a line when the draft model has become stale."""

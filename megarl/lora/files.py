@@ -142,11 +142,9 @@ def _settings_problems(
         )
     if settings.get("bias", "none") != "none":
         yield f"its bias is {settings['bias']}; it must be none"
-    yield from (
-        f"its {name} is {yaml_text(settings[name])}, which is not supported"
-        for name in _REFUSED
-        if settings.get(name)
-    )
+    for name in _REFUSED:
+        if settings.get(name):
+            yield f"its {name} is {yaml_text(settings[name])}, which is not supported"
 
 
 def _tensor_problems(tensor_headers: dict[str, Any], spec: ModelSpec, lora: Lora) -> Iterator[str]:
@@ -164,8 +162,6 @@ def _tensor_problems(tensor_headers: dict[str, Any], spec: ModelSpec, lora: Lora
                 f"tensor {name} is {tensor_headers[name]['dtype']} of shape "
                 f"{tuple(tensor_headers[name]['shape'])}; it must have shape {shape}"
             )
-    yield from (
-        f"tensor {name} belongs to no target"
-        for name in tensor_headers
-        if name not in expected_shapes
-    )
+    for name in tensor_headers:
+        if name not in expected_shapes:
+            yield f"tensor {name} belongs to no target"

@@ -24,12 +24,19 @@ dense layers multiply what they add by alpha / rank. For experts, B must include
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.lora.settings import LoraConfig
-from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD, LogicalTensor, Parameter
+from megarl.models.parameters import (
+    EXPERT_FIELD,
+    LAYER,
+    LAYER_FIELD,
+    LogicalTensor,
+    Parameter,
+    Part,
+)
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import (
@@ -106,7 +113,7 @@ class Lora:
         """
         parameters = pool_parameters(spec, topology, device, self)
         layout = generator_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
-        return replace(layout, kinds=tuple(_as_shown(kind) for kind in layout.kinds))
+        return replace(layout, kinds=tuple(map(_as_shown, layout.kinds)))
 
 
 @dataclass(frozen=True)
@@ -163,10 +170,12 @@ def trainer_adapters(
 ) -> tuple[Adapter, ...]:
     """The adapters of all of the trainer's layers."""
     logical = _logical(spec)
-    adapters = (
-        _adapter(parameter, logical, lora) for parameter in _linear(spec, topology, layer_spec)
-    )
-    return tuple(adapter for adapter in adapters if any(adapter.has_adapter))
+    adapters = []
+    for parameter in _linear(spec, topology, layer_spec):
+        adapter = _adapter(parameter, logical, lora)
+        if any(adapter.has_adapter):
+            adapters.append(adapter)
+    return tuple(adapters)
 
 
 def adapter_parameters(adapters: Sequence[Adapter]) -> list[Parameter]:
@@ -185,10 +194,7 @@ def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: L
     module, expert = match.groups()
 
     def factor(suffix: str, letter: str, cut: int) -> Parameter:
-        factor_parts = tuple(
-            replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora))
-            for part in parts
-        )
+        factor_parts = _factor_parts(parameter, parts, suffix, lora)
         name = f"{module}.adapter.{letter}{expert}"
         if parts and EXPERT_FIELD not in factor_parts[0].logical_name and parameter.of_expert:
             name = f"{module.partition('.experts.')[0]}.shared_adapter.{letter}"
@@ -198,6 +204,16 @@ def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: L
     shapes = [logical[part.logical_name].shape for part in parameter.parts]
     rows = tuple(shape[0] // (parameter.groups if parameter.dim == 0 else 1) for shape in shapes)
     return Adapter(parameter, factor(A, "a", 1), factor(B, "b", 0), rows, has_adapter, lora.rank)
+
+
+def _factor_parts(
+    parameter: Parameter, parts: Iterable[Part], suffix: str, lora: Lora
+) -> tuple[Part, ...]:
+    result = []
+    for part in parts:
+        name = factor_name(parameter, part.logical_name, suffix, lora)
+        result.append(replace(part, logical_name=name))
+    return tuple(result)
 
 
 def adapted(spec: ModelSpec, lora: Lora) -> list[Parameter]:
@@ -264,10 +280,7 @@ def pool_parameters(
     parameters = []
     for parameter in _adapted(spec, topology, device, lora):
         for letter, suffix, cut in ((POOL_A, A, 1), (POOL_B, B, 0)):
-            parts = tuple(
-                replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora))
-                for part in parameter.parts
-            )
+            parts = _factor_parts(parameter, parameter.parts, suffix, lora)
             dim, groups = (cut, parameter.groups) if parameter.dim == cut else (None, 1)
             parameters.append(
                 replace(
@@ -300,26 +313,19 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
     problems = []
     for parameter in layers:
         problems.extend(_problems(parameter, device, lora))
-    served = set()
+    missing: set[str] = set()
+    for parameter in adapted(spec, lora):
+        missing.update(part.logical_name for part in parameter.parts)
     for parameter in layers:
-        for target in _targets(parameter):
-            served.add(target)
-    missing = {
-        part.logical_name
-        for parameter in adapted(spec, lora)
-        for part in parameter.parts
-        if lora.wants(part.logical_name)
-    } - served
-    problems += [
-        f"SGLang has no linear layer of its own for {name.removesuffix('.weight')}"
-        for name in sorted(missing)
-    ]
+        missing.difference_update(_targets(parameter))
+    for name in filter(lora.wants, sorted(missing)):
+        layer = name.removesuffix(".weight")
+        problems.append(f"SGLang has no linear layer of its own for {layer}")
     experts = {_layer(parameter).rpartition(".")[2] for parameter in layers if parameter.of_expert}
     if len(experts) == 1:
         problems.append("SGLang serves adapters of experts only on gate, up and down together")
-    if spec.num_experts and any(
-        _layer(parameter).endswith(("gate_up_proj", "down_proj")) for parameter in layers
-    ):
+    dense_names = ("gate_up_proj", "down_proj")
+    if spec.num_experts and any(_layer(layer).endswith(dense_names) for layer in layers):
         problems.append(
             "SGLang confuses the adapters of dense and shared layers with those of experts"
         )

@@ -124,7 +124,7 @@ class LayerAdapter(torch.nn.Module):
         if isinstance(out, tuple):  # from a layer that also returns its normed input
             out, x = out
         if self.switch.on:
-            tokens = [int(n) for n in arguments[1]] if len(arguments) > 1 else [len(x)]
+            tokens = list(map(int, arguments[1])) if len(arguments) > 1 else [len(x)]
             parts = []
             for part, pair in zip(x.split(tokens), self._factors, strict=True):
                 parts.append(self._added(part, *pair))

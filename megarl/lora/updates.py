@@ -5,6 +5,7 @@ The frozen weights are written in full once to each set of engines.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -70,12 +71,10 @@ class AdapterUpdates(FullUpdates):
             return
         for part, shares in super().write(grant, model):
             if shares is not None:
-                self._frozen = {
-                    rank: {
-                        name: share for name, share in rank_shares.items() if not is_adapter(name)
-                    }
-                    for rank, rank_shares in shares.items()
-                }
+                self._frozen = {}
+                for rank, rank_shares in shares.items():
+                    frozen = itertools.filterfalse(is_adapter, rank_shares)
+                    self._frozen[rank] = {name: rank_shares[name] for name in frozen}
             yield part, shares
 
 

@@ -79,9 +79,10 @@ def too_far(difference: float, limit: float) -> str | None:
 
 def describe_differences(rows: Sequence[Mapping[str, float]]) -> str:
     """The probes over the limit, in words; empty if there are none."""
-    over = [
-        row for row in rows if DIFFERENCE in row and LIMIT in row and row[DIFFERENCE] > row[LIMIT]
-    ]
+    over = []
+    for row in rows:
+        if DIFFERENCE in row and LIMIT in row and row[DIFFERENCE] > row[LIMIT]:
+            over.append(row)
     if not over:
         return ""
     most = max(row[DIFFERENCE] for row in over)
@@ -148,11 +149,12 @@ class Totals:
         bins_by_name = {"agreement": self.bins.sum(axis=0)}
         for name, bins in zip(AGES, self.bins, strict=True):
             bins_by_name[f"agreement/{name}"] = bins
-        return {
-            f"{name}/histogram": Histogram(HISTOGRAM_EDGES.tolist(), _histogram(bins))
-            for name, bins in bins_by_name.items()
-            if bins.any()
-        }
+        histograms = {}
+        for name, bins in bins_by_name.items():
+            if bins.any():
+                histogram = Histogram(HISTOGRAM_EDGES.tolist(), _histogram(bins))
+                histograms[f"{name}/histogram"] = histogram
+        return histograms
 
 
 def _meters(name: str, sums: np.ndarray, bins: np.ndarray, largest: float) -> dict[str, float]:
@@ -192,7 +194,7 @@ def _percentile(bins: np.ndarray, share: float, largest: float) -> float:
 def _histogram(bins: np.ndarray) -> list[int]:
     """[40] counts from the lowest log-ratio to the highest, from bins [2, BINS]."""
     coarse = [[row[0], *row[1:-1].reshape(-1, COARSE).sum(axis=1), row[-1]] for row in bins]
-    return [int(count) for count in (*reversed(coarse[1]), *coarse[0])]
+    return list(map(int, (*reversed(coarse[1]), *coarse[0])))
 
 
 def describe_agreement(rows: Sequence[Row]) -> str:
@@ -206,11 +208,11 @@ def describe_agreement(rows: Sequence[Row]) -> str:
       steps, and not negligible beside the limit.
     - The effective sample size is small: the samples are too old for the size of the updates.
     """
-    equal = [
-        row
-        for row in rows
-        if LIMIT in row and FEWEST_TOKENS <= row.get("agreement/tokens", 0) == row.get(EQUAL_TOKENS)
-    ]
+    equal = []
+    for row in rows:
+        tokens = row.get("agreement/tokens", 0)
+        if LIMIT in row and FEWEST_TOKENS <= tokens == row.get(EQUAL_TOKENS):
+            equal.append(row)
     probes = [row for row in rows if DIFFERENCE in row and LIMIT in row]
     for key, series, subject in (
         (EQUAL_WEIGHTS, equal, "tokens sampled by the weights that they are trained on"),

@@ -34,6 +34,7 @@ from megarl.rewards.score import (
 )
 
 STEPS_SHOWN = 10
+_SOURCE_PROMPTS = re.compile("source/(.*)/prompts")
 HELD_OUT_SHOWN = 2  # most evaluations shown
 PROCESSES_SHOWN = 8  # most processes shown of each role
 REFRESH_S = 0.25
@@ -363,11 +364,7 @@ def source_line(row: Row) -> str:
     """A line with the prompts and mean reward of each source, and the prompts that the curriculum
     left out; empty without either.
     """
-    names = [
-        key.removeprefix("source/").removesuffix("/prompts")
-        for key in row
-        if key.startswith("source/") and key.endswith("/prompts")
-    ]
+    names = [match[1] for match in map(_SOURCE_PROMPTS.fullmatch, row) if match]
     parts = []
     for name in names:
         part = f"{escape(name)} {row[f'source/{name}/prompts']:.0f}"
@@ -388,11 +385,11 @@ def held_out_lines(rows: Sequence[Row]) -> list[str]:
     """One line per row that has held-out scores: pass@1 (with several samples also pass@k) and mean
     reward of each set.
     """
-    return [
-        f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}"
-        for row in rows
-        if VERSION_KEY in row
-    ]
+    lines = []
+    for row in rows:
+        if VERSION_KEY in row:
+            lines.append(f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}")
+    return lines
 
 
 def missed_lines(rows: Sequence[Row]) -> list[str]:

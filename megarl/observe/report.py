@@ -52,13 +52,11 @@ def plot(run_dir: Path | str) -> Path:
     It shows reward per step and on held-out prompts, response length and entropy, and how the time
     was spent.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
     figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     reward_axes, length_axes, time_axes = figure.subplots(
         3, 1, sharex=True, height_ratios=[1, 0.7, 1.15]
     )
@@ -246,7 +244,6 @@ def plot_agreement(run_dir: Path) -> Path:
     It shows the agreement meters over a run's steps, by the age of tokens, and the ratios of its
     first and last steps.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     target = run_dir / "agreement.png"
@@ -254,7 +251,6 @@ def plot_agreement(run_dir: Path) -> Path:
     if not rows:
         return target
     figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     difference, size, ratios = figure.subplots(3, 1, height_ratios=[1.2, 0.8, 1])
     _plot_differences(difference, rows)
     _plot_sizes(size, rows)
@@ -330,11 +326,10 @@ def _plot_ratios(axes, rows: list[Row]) -> None:
             linewidth=1.8,
             label=f"{name} {len(part)} steps",
         )
-    ticks = [
-        place
-        for place, edge in enumerate(edges)
-        if edge == 0 or (abs(edge) > 2e-7 and round(math.log10(abs(edge)), 6) % 2 == 1)
-    ]
+    ticks = []
+    for place, edge in enumerate(edges):
+        if edge == 0 or (abs(edge) > 2e-7 and round(math.log10(abs(edge)), 6) % 2 == 1):
+            ticks.append(place)
     axes.set_xticks([place + 1 for place in ticks], [f"{edges[place]:g}" for place in ticks])
     axes.set_title("Ratios π/μ of tokens", loc="left", fontweight="bold")
     axes.set_xlabel("log π - log μ")

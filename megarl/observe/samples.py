@@ -45,7 +45,7 @@ def escape(text: str) -> str:
     r"""`text` with unprintable characters as \x1b, \u202e, …; newlines stay, backslashes are
     doubled.
     """
-    return "".join(_escape_character(character) for character in text)
+    return "".join(map(_escape_character, text))
 
 
 def _escape_character(character: str) -> str:
@@ -181,19 +181,17 @@ class SamplesWriter(_Lines):
 
 
 def _group(group: GroupSummary, texts: GroupTexts) -> dict[str, Any]:
-    return {
-        "ordinal": group.ordinal,
-        "prompt": texts.prompt,
-        "answer": texts.answer,
-        "prompt_tokens": group.prompt_tokens,
-        "samples": [
+    samples = []
+    for sample, (text, spans) in zip(group.samples, texts.samples, strict=True):
+        failures = []
+        for failure in sample.failures:
+            row = {"kind": failure.kind, "part": failure.part, "reason": failure.reason}
+            failures.append(row)
+        samples.append(
             {
                 "reward": sample.reward,
                 "parts": sample.reward_parts,
-                "failed": [
-                    {"kind": failure.kind, "part": failure.part, "reason": failure.reason}
-                    for failure in sample.failures
-                ],
+                "failed": failures,
                 "finish_reason": sample.finish_reason,
                 "tokens": sample.tokens,
                 "turns": sample.turns,
@@ -201,8 +199,13 @@ def _group(group: GroupSummary, texts: GroupTexts) -> dict[str, Any]:
                 "text": text,
                 "environment": spans,
             }
-            for sample, (text, spans) in zip(group.samples, texts.samples, strict=True)
-        ],
+        )
+    return {
+        "ordinal": group.ordinal,
+        "prompt": texts.prompt,
+        "answer": texts.answer,
+        "prompt_tokens": group.prompt_tokens,
+        "samples": samples,
     }
 
 

@@ -266,11 +266,10 @@ def _complete(tracker: Tracker, rows: NewRows, folder: Path) -> None:
     newest_rows = {row["step"]: row for row in read_metrics(folder / METRICS_FILE)}
     for number, before in enumerate(rows.rows):
         after = newest_rows.get(before["step"], before)
-        new_scores = {
-            key: value
-            for key, value in after.items()
-            if key.startswith("eval/") and value != before.get(key)
-        }
+        new_scores = {}
+        for key, value in after.items():
+            if key.startswith("eval/") and value != before.get(key):
+                new_scores[key] = value
         if new_scores:
             send(tracker, {"step": after["step"], **new_scores})
             rows.rows[number] = after

@@ -486,10 +486,10 @@ def changes(config: RunConfig) -> list[str]:
     """One line for each setting of a resumed run that has changed since its last start."""
     if not _settings_before(config).is_file():
         return [f"it is not known which, since {_settings_before(config)} is gone"]
-    return [
-        f"{key}={yaml_text(value_at(config, key))}, was {yaml_text(value)}"
-        for key, value in differences(_earlier(config), config).items()
-    ]
+    changes = []
+    for key, value in differences(_earlier(config), config).items():
+        changes.append(f"{key}={yaml_text(value_at(config, key))}, was {yaml_text(value)}")
+    return changes
 
 
 def differences(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:

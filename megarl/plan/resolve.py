@@ -275,11 +275,10 @@ def find_spec(config: RunConfig) -> ModelSpec:
     spec = load_spec(model.spec, "model.spec", model.family, mtp)
     if Path(model.path).is_dir():
         checkpoint_spec = load_spec(model.path, own_family=model.family, mtp=mtp)
-        differences = [
-            f"{name} {value!r}"
-            for name, value in vars(spec).items()
-            if value != getattr(checkpoint_spec, name)
-        ]
+        differences = []
+        for name, value in vars(spec).items():
+            if value != getattr(checkpoint_spec, name):
+                differences.append(f"{name} {value!r}")
         if differences:
             raise ConfigError(
                 f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in "

@@ -253,11 +253,10 @@ def warm_start_record(config: RunConfig) -> str:
         prefixes += ("lora.",)
     if config.sft.eval:
         prefixes += ("sft.eval.", "sft.every", "sft.keep")
-    record = {
-        key: value_at(config, key)
-        for key in keys_of(config)
-        if key.startswith(prefixes) and key != "model.spec"
-    }
+    record = {}
+    for key in keys_of(config):
+        if key.startswith(prefixes) and key != "model.spec":
+            record[key] = value_at(config, key)
     return json.dumps(record | {"lora.rank": adapted}, indent=2)
 
 

@@ -285,7 +285,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigError for a folder that is not a run's, and for an output that cannot be
     written.
     """
-    folders = [Path(folder) for folder in arguments.run_dirs]
+    folders = list(map(Path, arguments.run_dirs))
     problems = [*_not_runs(folders)]
     if arguments.serve and arguments.output:
         problems.append(

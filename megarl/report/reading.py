@@ -384,11 +384,11 @@ def _slow_engine(tokens: Mapping[int, int]) -> str:
 
 
 def _median(rows: Sequence[Row], key: str) -> float:
-    values = [
-        row[key]
-        for row in rows
-        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
-    ]
+    values = []
+    for row in rows:
+        value = row.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            values.append(value)
     if values:
         return median(values)
     return math.nan

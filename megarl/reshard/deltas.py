@@ -72,7 +72,7 @@ def parts(
 
 
 def body_bytes(kind: int, elements: int, entries: int, changed: int, item_bytes: int) -> int:
-    return sum(_filled_up(size) for size in parts(kind, elements, entries, changed, item_bytes))
+    return sum(map(_filled_up, parts(kind, elements, entries, changed, item_bytes)))
 
 
 def best_kind(elements: int, changed: int, runs: int, item_bytes: int) -> int:

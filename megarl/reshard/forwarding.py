@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -175,8 +176,8 @@ def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
         for rank in shard_ranks:
             by_host[rank // ranks_per_host].append(rank)
         groups.append(list(by_host.values()))
-    turns = max(len(group) for of_shard in groups for group in of_shard)
-    if kind.ranks.shape[0] != 1 or len({len(of_shard) for of_shard in groups}) != 1:
+    turns = max(map(len, chain.from_iterable(groups)))
+    if kind.ranks.shape[0] != 1 or len(set(map(len, groups))) != 1:
         raise ValueError(
             f"{kind.name}: hosts of {ranks_per_host} ranks do not hold equally many replicas"
         )
@@ -401,7 +402,7 @@ class SentTensors:
         self.map = map
         ranks = map.destination.world_size
         numbers = _numbers(map)
-        self.names = sorted({name for names in numbers.values() for name in names.ravel().tolist()})
+        self.names = sorted(set().union(*[names.ravel().tolist() for names in numbers.values()]))
         number = {name: i for i, name in enumerate(self.names)}
         count = len(self.names)
         numbered = {}
@@ -464,11 +465,11 @@ def _numbers(map: ReshardMap) -> dict[_Span, np.ndarray]:
     for span in {_span(map, row) for row in map.rows}:
         kind = map.destination.kinds[span[0]]
         experts = range(*span[1:])
-        names = [kind.name_of(i) for i in range(kind.instances)]
-        names_of_span[span] = np.array(
-            [[name.replace(EXPERT_FIELD, str(e)) for e in experts] or [name] for name in names],
-            dtype=object,
-        )
+        names = []
+        for instance in range(kind.instances):
+            name = kind.name_of(instance)
+            names.append([name.replace(EXPERT_FIELD, str(e)) for e in experts] or [name])
+        names_of_span[span] = np.array(names, dtype=object)
     return names_of_span
 
 

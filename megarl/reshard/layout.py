@@ -209,9 +209,11 @@ class Kind:
             return ()
         per_shard = self.ranks.shape[2]
         per_stage = self.ranks.shape[1] * per_shard
-        return tuple(
-            (i // per_stage, i % per_stage // per_shard, i % per_shard) for i in positions.tolist()
-        )
+        places = []
+        for position in positions.tolist():
+            stage, place = divmod(position, per_stage)
+            places.append((stage, *divmod(place, per_shard)))
+        return tuple(places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +286,7 @@ class Layout:
         result = []
         for kind in self.kinds:
             shards = [replace(shard, pieces=()) for shard in kind.shards]
-            result.append([shards.index(shard) for shard in shards])
+            result.append(list(map(shards.index, shards)))
         return result
 
     def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
@@ -413,11 +415,11 @@ def parameter_count(spec: ModelSpec) -> int:
 
 def elements(checkpoint: Layout) -> int:
     """The number of elements of a layout that has each tensor once."""
-    return sum(
-        kind.instances * math.prod(shard.shape)
-        for kind in checkpoint.kinds
-        for shard in kind.shards
-    )
+    count = 0
+    for kind in checkpoint.kinds:
+        for shard in kind.shards:
+            count += kind.instances * math.prod(shard.shape)
+    return count
 
 
 def trainer_layout(
@@ -588,18 +590,18 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
             f"{settings}: must leave at least one of the model's {num_layers} layers to each other "
             f"stage of {sizes}"
         )
-    if middle_layers != layers_per_stage * middle_stages or any(
-        n % t.vpp for n in (*end_layers.values(), layers_per_stage)
-    ):
-        leftover = (
-            f"{middle_layers} of {num_layers} are left{_ends_that_fit(num_layers, t.pp, t.vpp)}"
-        )
+    stage_sizes = [end_layers.get(stage, layers_per_stage) for stage in range(t.pp)]
+    leaves_rest = middle_layers != layers_per_stage * middle_stages
+    if leaves_rest or any(size % t.vpp for size in [*stage_sizes, layers_per_stage]):
         raise ConfigError(
             f"{settings}: must leave layers that the other {middle_stages} of {sizes} stages can "
-            f"share evenly; {leftover}"
+            f"share evenly; {middle_layers} of {num_layers} are left"
+            f"{_ends_that_fit(num_layers, t.pp, t.vpp)}"
         )
-    chunk = [end_layers.get(stage, layers_per_stage) // t.vpp for stage in range(t.pp)]
-    return tuple(stage for _ in range(t.vpp) for stage in range(t.pp) for _ in range(chunk[stage]))
+    stages: list[int] = []
+    for stage, size in enumerate(stage_sizes):
+        stages += [stage] * (size // t.vpp)
+    return tuple(stages * t.vpp)
 
 
 def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
@@ -607,16 +609,14 @@ def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
     share.
     """
     middle_chunks = (pp - 2) * vpp
-    sizes = [
-        n
-        for n in range(vpp, layers // 2, vpp)
-        if middle_chunks
-        and (layers - 2 * n) % middle_chunks == 0
-        and layers - 2 * n >= middle_chunks
-    ]
-    best = min(sizes, key=lambda n: abs(n - layers / pp), default=None)
-    if best is None:
+    sizes = []
+    for size in range(vpp, layers // 2, vpp):
+        middle = layers - 2 * size
+        if middle_chunks and middle % middle_chunks == 0 and middle >= middle_chunks:
+            sizes.append(size)
+    if not sizes:
         return ""
+    best = min(sizes, key=lambda size: abs(size - layers / pp))
     return f"; first and last of {best} each would do"
 
 
@@ -769,12 +769,11 @@ def _chunk(
     groups = parameter.groups
     assert dim is not None
     tensors = [logical[part.logical_name] for part in parameter.parts]
-    extents = [_extent(part, tensor.shape[dim]) for part, tensor in zip(parameter.parts, tensors)]
-    # extent of one group's slice of each part
-    slices = [
-        (part.padded or extent) * part.replicas // groups
-        for part, extent in zip(parameter.parts, extents)
-    ]
+    extents = []
+    slices = []  # extent of one group's slice of each part
+    for part, tensor in zip(parameter.parts, tensors):
+        extents.append(_extent(part, tensor.shape[dim]))
+        slices.append((part.padded or extents[-1]) * part.replicas // groups)
     period = sum(slices)
     extent, remainder = divmod(period * groups, shards)
     if remainder:

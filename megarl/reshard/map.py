@@ -199,8 +199,8 @@ class ReshardMap:
     @property
     def counts(self) -> tuple[int, int]:
         """The numbers of copies and of writes."""
-        copies = sum(self.times(row) for row in self.rows)
-        writes = sum(self.times(row) for row in self.write_rows)
+        copies = sum(map(self.times, self.rows))
+        writes = sum(map(self.times, self.write_rows))
         return copies, writes
 
     def summary(self) -> MapSummary:
@@ -266,11 +266,10 @@ def put_sent(turns: Turns, rank: int, rows: tuple[TemplateRow, ...], list_for: L
     in the order of rows.
     """
     coordinates = turns.source.coordinates(rank)
-    rank_rows = [
-        row
-        for row in rows
-        if any((holder.kind, holder.shard) in coordinates for holder in row.holders)
-    ]
+    rank_rows = []
+    for row in rows:
+        if any((holder.kind, holder.shard) in coordinates for holder in row.holders):
+            rank_rows.append(row)
     _write(turns, rank_rows, list_for, lambda row: _transfers_from(turns, rank, coordinates, row))
 
 

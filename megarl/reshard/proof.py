@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.base.geometry import Box
+from megarl.base.geometry import Box, whole_box
 from megarl.kernels.quantise_rules import Rule
 from megarl.reshard.layout import Kind, Layout, LocalTensor, Piece, of_whole_tensor, scale_name
 from megarl.reshard.map import ReshardMap
@@ -171,9 +171,8 @@ def _check_cover(location: str, shape: tuple[int, ...], boxes: Sequence[Box]) ->
     cover every element exactly once.
     """
     for box in boxes:
-        if len(box.shape) != len(shape) or any(
-            a < 0 or n < 1 or a + n > m for a, n, m in zip(box.start, box.shape, shape)
-        ):
+        is_box = len(box.shape) == len(shape) and min(box.shape, default=1) > 0
+        if not is_box or not whole_box(shape).contains(box):
             raise ProofError(f"{location}: {box} is not inside shape {shape}")
     clash = _overlap(boxes)
     if clash is not None:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def render(
     counts = (f"{copies:,}", f"{writes:,}", "", f"{message_count:,}", total_size)
     total = ("total", "", "", "", *counts)
     header = map.destination.name, _HEADER[0], f"from {map.source.name}", *_HEADER
-    lines = [header, *(line for section in sections.values() for line in section), total]
+    lines = [header, *chain.from_iterable(sections.values()), total]
     widths = []
     for column in zip(*lines):
         widths.append(max(len(cell) for cell in column))
@@ -280,10 +281,9 @@ def _shards(kind: Kind) -> str:
 
 def _aligned(cells: Line, widths: list[int]) -> str:
     """Aligns a line: four columns of text, then numbers."""
-    return "  ".join(
-        cell.ljust(width) if i < 4 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths))
-    ).rstrip()
+    texts = map(str.ljust, cells[:4], widths)
+    numbers = map(str.rjust, cells[4:], widths[4:])
+    return "  ".join([*texts, *numbers]).rstrip()
 
 
 def size(count: float) -> str:

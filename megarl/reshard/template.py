@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -201,7 +202,7 @@ def _padding(source: Layout, kind: Kind, k: int, kind_rows: list[TemplateRow]) -
             continue  # the common case, without looking at boxes
         empty = [whole_box(tensor.shape)]
         for piece in tensor.pieces:
-            empty = [remainder for box in empty for remainder in box.subtract(piece.local)]
+            empty = list(chain.from_iterable(box.subtract(piece.local) for box in empty))
         shard_rows = [row for row in kind_rows if row.shard == t]
         if shard_rows:
             holders = max(shard_rows, key=lambda row: row.box.numel).holders
@@ -298,7 +299,10 @@ def with_cuts(kind: Kind, rows: list[TemplateRow]) -> list[TemplateRow]:
     for row in rows:
         end = row.logical_box.end
         extents[row.logical_name] = tuple(map(max, extents.get(row.logical_name, end), end))
-    fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
+    logical_names = set()
+    for tensor in kind.shards:
+        logical_names.update(piece.logical_name for piece in tensor.pieces)
+    fused = len(logical_names) > 1
     result: list[TemplateRow] = []
     for row in rows:
         has_whole_tiles = rule.whole_tiles(row.logical_box, extents[row.logical_name])

@@ -228,11 +228,10 @@ class Ordering:
         """The orders of everything that the replicas of one source shard send together. mesh:
         [stages, shards, replicas].
         """
-        keys = [
-            key
-            for key in self._sizes
-            if key[2] == shard and self._source.kinds[key[1]].ranks is mesh
-        ]
+        keys = []
+        for key in self._sizes:
+            if key[2] == shard and self._source.kinds[key[1]].ranks is mesh:
+                keys.append(key)
         keys.sort(key=lambda key: (-self._sizes[key], key))
         ranks = mesh[:, shard]  # [stages, C]
         counts = np.stack(

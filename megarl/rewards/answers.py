@@ -96,7 +96,7 @@ def check_value(expression: Any) -> float:
                 largest = max(largest, 2 ** check_value(argument))
         bits = math.lgamma(largest + 2) / math.log(2)
     else:
-        children = [check_value(argument) for argument in getattr(expression, "args", ())]
+        children = list(map(check_value, getattr(expression, "args", ())))
         if getattr(expression, "is_Mul", False) or getattr(expression, "is_Add", False):
             bits = sum(children)
         else:
@@ -451,9 +451,7 @@ def _structure(text: str, checked: bool) -> Any:
         pieces, joins = _split(text, _JOIN)
     if len(pieces) > 1 and plain_number(text) is None:
         structures = parts([piece for piece in pieces if piece.strip()])
-        ranges = all(map(_is_range, structures)) and any(
-            part.opening + part.closing != "()" or _is_interval(part) for part in structures
-        )
+        ranges = all(map(_is_range, structures)) and not all(map(_may_be_point, structures))
         # x < 2 or x > 3, but not (2, 3) or (3, 2)
         if all("or" in join for join in joins) and ranges:
             return Union(structures)
@@ -488,6 +486,11 @@ def word_of(text: str) -> str:
     return " ".join((match[1] or match[2]).casefold().split())
 
 
+def _may_be_point(items: Items) -> bool:
+    """Whether parentheses may hold coordinates, since it can be no interval."""
+    return items.opening + items.closing == "()" and not _is_interval(items)
+
+
 def _is_range(structure: Any) -> bool:
     return (
         isinstance(structure, Items)
@@ -511,7 +514,7 @@ def _chain(chain: RelationChain) -> Any:
     if _expressions(*sides) and any((-side).is_Symbol for side in sides):  # -1 < -x
         sides = [-side for side in reversed(sides)]
         operators = operators[::-1]
-    names = [is_name(side) for side in sides]
+    names = list(map(is_name, sides))
     opening = "(["[operators[0] == "<="]
     closing = ")]"[operators[-1] == "<="]
     if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):
@@ -629,9 +632,8 @@ def _check_powers(expression: Any) -> None:
     from sympy import Pow
 
     for power in getattr(expression, "atoms", lambda _: ())(Pow):
-        if not power.free_symbols and all(
-            abs(argument.evalf(30)) < _NOTHING for argument in reversed(power.args)
-        ):
+        sizes = (abs(argument.evalf(30)) for argument in reversed(power.args))
+        if not power.free_symbols and all(size < _NOTHING for size in sizes):
             raise AnswerRefused("zero to the power of zero")
 
 
@@ -968,10 +970,12 @@ def _leads_to(gold: Any, candidate: RelationChain) -> bool:
         gold, candidate.sides[-1]
     ):
         return False
-    return all(
-        _is_name_of(side, gold) or _same(gold, side) or (operator == "~" and _about(gold, side))
-        for side, operator in zip(candidate.sides, candidate.operators)
-    )
+    for side, operator in zip(candidate.sides, candidate.operators):
+        if _is_name_of(side, gold) or _same(gold, side):
+            continue
+        if operator != "~" or not _about(gold, side):
+            return False
+    return True
 
 
 def _is_name_of(name: Any, structure: Any) -> bool:
@@ -995,11 +999,10 @@ def _same_equations(gold: Sequence[Any], candidate: Sequence[Any]) -> bool:
     """Whether one equation is the other times a constant."""
     if not _expressions(*gold, *candidate):
         return False
-    values = [
-        (x, y)
-        for x, y in values_of(gold[0] - gold[1], candidate[0] - candidate[1])
-        if size_of(x) and size_of(y)
-    ]
+    values = []
+    for x, y in values_of(gold[0] - gold[1], candidate[0] - candidate[1]):
+        if size_of(x) and size_of(y):
+            values.append((x, y))
     if len(values) < LEAST_POINTS:
         return False
     first, second = values[0]

@@ -296,9 +296,10 @@ def odd_character(text: str) -> str | None:
     """
     if text.isascii() and text.isprintable():
         return None
-    return next(
-        (c for c in text if unicodedata.category(c).startswith("C") and c not in " \t\r\n"), None
-    )
+    for character in text:
+        if unicodedata.category(character).startswith("C") and character not in " \t\r\n":
+            return character
+    return None
 
 
 def after_thinking(text: str) -> str:
@@ -322,7 +323,10 @@ def after_thinking(text: str) -> str:
             thinks = True
     if not thinks:
         pieces.append(text[start:])
-    return next((piece for piece in reversed(pieces) if piece.strip()), "")
+    for piece in reversed(pieces):
+        if piece.strip():
+            return piece
+    return ""
 
 
 def _real_marks(marks: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
@@ -775,13 +779,14 @@ def _line_before(text: str, end: int) -> str:
 
 def _last_box(text: str) -> int:
     """Where the last box begins, or the box around it; -1 if there is none."""
-    last = max(text.rfind(box) for box in _BOXES)
+    last = max(map(text.rfind, _BOXES))
     if last < 0 or not _BOX.match(text, last):  # not a box, or another command such as \\boxedfoo
         return -1
     around = _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)
-    return next(
-        (box.start() for box in around if box.end() + len(_boxed(text, box.start())) > last), last
-    )
+    for box in around:
+        if box.end() + len(_boxed(text, box.start())) > last:
+            return box.start()
+    return last
 
 
 def _line(text: str, start: int) -> str:

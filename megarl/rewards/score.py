@@ -93,15 +93,18 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
     if {"prompts", "completions"} & {p.name for p in by_name}:
         raise ConfigError(f"{setting}: {_from_trl(function)}")
     bound = function.keywords if isinstance(function, functools.partial) else {}
-    names = [
-        p.name for p in by_name if p.name not in bound and (p.name in _FIELDS or p.name in _OF_VERL)
-    ]
+    names = []
+    for parameter in by_name:
+        name = parameter.name
+        if name not in bound and (name in _FIELDS or name in _OF_VERL):
+            names.append(name)
     unknown = [p.name for p in by_name if p.name not in names and p.default is p.empty]
-    problems = [
-        f"{setting}: its parameter {name} has no default and is none of "
-        f"{', '.join(_FIELDS)}{_near(name)}"
-        for name in unknown
-    ]
+    problems = []
+    for name in unknown:
+        problems.append(
+            f"{setting}: its parameter {name} has no default and is none of "
+            f"{', '.join(_FIELDS)}{_near(name)}"
+        )
     unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     problems += [
         f"{setting}: its parameter {shown} must be one that can be passed by name"
@@ -121,11 +124,10 @@ def _from_trl(function: Callable[..., Any]) -> str:
     """
     parameters = inspect.signature(function).parameters.values()
     trl_names = [p.name for p in parameters if p.name in _OF_TRL]
-    columns = [
-        p.name
-        for p in parameters
-        if p.name not in _OF_TRL and p.kind is not p.VAR_KEYWORD and p.default is p.empty
-    ]
+    columns = []
+    for p in parameters:
+        if p.name not in _OF_TRL and p.kind is not p.VAR_KEYWORD and p.default is p.empty:
+            columns.append(p.name)
     takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes = [_OF_TRL[name] for name in trl_names]
     if takes_keywords or columns:
@@ -164,11 +166,10 @@ def score_of(result: Any) -> Score:
         return Score(_number(result, "a number, or a dict with a score and its parts"))
     if SCORE not in result:
         raise TypeError(f"it must give a dict with the key {SCORE!r}, not {_shown(result)}")
-    parts = {
-        str(name): _number(value, f"a number as {name!r}")
-        for name, value in result.items()
-        if name != SCORE
-    }
+    parts = {}
+    for name, value in result.items():
+        if name != SCORE:
+            parts[str(name)] = _number(value, f"a number as {name!r}")
     return Score(_number(result[SCORE], f"a number as {SCORE!r}"), parts)
 
 
@@ -304,11 +305,10 @@ def weighted_sum(scored: Sequence[tuple[RewardPart, Score]]) -> Score:
     A part without a name is the whole reward; other parts prefix their own parts with their name.
     """
     named = {part.part: score.reward for part, score in scored if part.part}
-    inner = {
-        f"{part.part}/{name}".lstrip("/"): value
-        for part, score in scored
-        for name, value in score.parts.items()
-    }
+    inner = {}
+    for part, score in scored:
+        for name, value in score.parts.items():
+            inner[f"{part.part}/{name}".lstrip("/")] = value
     failures = [failure for _, score in scored for failure in score.failures]
     return Score(
         bounded(sum(part.weight * score.reward for part, score in scored), named),
@@ -360,10 +360,11 @@ def trained_reward(branches: Sequence[SampleSummary], config: RunConfig) -> floa
 
     All its branches have the same reward; the branch with the largest penalty counts.
     """
-    return min(
-        trained_score(sample.reward, sample.tokens, sample.finish_reason, config)
-        for sample in branches
-    )
+    rewards = []
+    for sample in branches:
+        reward = trained_score(sample.reward, sample.tokens, sample.finish_reason, config)
+        rewards.append(reward)
+    return min(rewards)
 
 
 def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
@@ -534,11 +535,11 @@ def describe_failed_episodes(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def _described(counts: Mapping[str, float]) -> str:
-    description = ", ".join(
-        f"{counts[key]:g} {key.partition('/')[2].replace('_', ' ')}"
-        for key in METRICS.values()
-        if counts.get(key)
-    )
+    texts = []
+    for key in METRICS.values():
+        if counts.get(key):
+            texts.append(f"{counts[key]:g} {key.partition('/')[2].replace('_', ' ')}")
+    description = ", ".join(texts)
     return f"{sum(counts.values()):g} scores failed: {description}" if description else ""
 
 
@@ -552,5 +553,5 @@ def short(reason: str, errors: str = "") -> str:
 
     Ends with the last line of `errors`, its program's standard error.
     """
-    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+    last = (errors.strip().splitlines() or [""])[-1].strip()
     return excerpt(f"{reason}: {last}" if last else reason)

@@ -34,45 +34,41 @@ async def open_served(
     """
     fleets: dict[str, Fleet] = {}
     for role in plan.served:
-        clients = [
-            EngineClient(
+        clients = []
+        for url in rendezvous.engine_urls(role.name):
+            client = EngineClient(
                 url,
                 rendezvous.engine_key,
                 rendezvous.engine_admin_key,
                 role.settings.timeout_s,
             )
-            for url in rendezvous.engine_urls(role.name)
-        ]
+            clients.append(client)
         fleets[role.name] = Fleet(clients, elastic=elastic, frozen=True, name=role.name)
         resources.push_async_callback(fleets[role.name].close)
     timeout_s = plan.config.generator.startup_timeout_s
-    await asyncio.gather(
-        *(
-            engine.client.wait_ready(timeout_s)
-            for fleet in fleets.values()
-            for engine in fleet.engines
-        )
-    )
+    waiting = []
+    for fleet in fleets.values():
+        waiting += [engine.client.wait_ready(timeout_s) for engine in fleet.engines]
+    await asyncio.gather(*waiting)
     return fleets
 
 
 def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> dict[str, Scorer]:
     """The scorer of each role. Raises ConfigError."""
-    return {
-        role.name: _scorer(role, fleets[role.name], policy, plan.config.seed)
-        for role in plan.served
-        if role.role != TEACHER
-    }
+    scorers = {}
+    for role in plan.served:
+        if role.role != TEACHER:
+            scorers[role.name] = _scorer(role, fleets[role.name], policy, plan.config.seed)
+    return scorers
 
 
 def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> ServedTeachers | None:
     """The teachers on engines; None if there are none."""
     form = teacher_format(plan.config)
-    teachers = [
-        ServedTeacher(role, fleets[role.name], form.top_k)
-        for role in plan.served
-        if role.role == TEACHER
-    ]
+    teachers = []
+    for role in plan.served:
+        if role.role == TEACHER:
+            teachers.append(ServedTeacher(role, fleets[role.name], form.top_k))
     return ServedTeachers(teachers, form) if teachers else None
 
 

@@ -152,9 +152,10 @@ def check_roles(config: RunConfig) -> Iterator[str]:
                     f"eval.reward, or set {key}=null"
                 )
     for role in (CRITIC, REFERENCE):
-        names = [
-            name for name, settings in roles_of(config).items() if role_of(name, settings) == role
-        ]
+        names = []
+        for name, settings in roles_of(config).items():
+            if role_of(name, settings) == role:
+                names.append(name)
         if len(names) > 1:
             yield f"roles.{names[1]}: a run has one {role}, and roles.{names[0]} is one"
 

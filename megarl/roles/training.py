@@ -189,7 +189,7 @@ class PairScorer:
         tokens: list[list[int]] = []
         for pair in pairs:
             tokens += pair_tokens(pair, self._tokenizer, self._context_tokens)
-        values = self._trainer.token_values([to_score(ids) for ids in tokens])
+        values = self._trainer.token_values(list(map(to_score, tokens)))
         scores = [float(row[-1]) for row in values]
         margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
         return tokens, torch.tensor(scores, dtype=torch.float64).view(-1, 2), margins

@@ -200,12 +200,11 @@ class RolloutBuffer:
         """
         if self._max_staleness is None:
             return []
-        stale = [
-            version for version in self._finished_by_version if version < step - self._max_staleness
-        ]
-        rejected = sorted(
-            ordinal for version in stale for ordinal in self._finished_by_version.pop(version)
-        )
+        rejected = []
+        for version in list(self._finished_by_version):
+            if version < step - self._max_staleness:
+                rejected += self._finished_by_version.pop(version)
+        rejected.sort()
         for ordinal in rejected:
             self._remove(ordinal)
         self._rejected.update(rejected)
@@ -240,7 +239,7 @@ class RolloutBuffer:
             batch_ordinals |= source_ordinals
         self._highest = max(self._highest, *batch_ordinals)
         self._dropped_since = 0
-        return [self._consume(ordinal) for ordinal in sorted(batch_ordinals)]
+        return list(map(self._consume, sorted(batch_ordinals)))
 
     def report_dropped(self) -> list[GroupReady]:
         """The dropped groups with ordinals below the highest prompt that was trained on, sorted by
@@ -265,7 +264,7 @@ class RolloutBuffer:
         return Ledger(
             consumed_below=self._consumed.below,
             consumed_beyond=sorted(self._consumed.beyond),
-            groups=[_without_times(group) for group in self._finished.values()],
+            groups=list(map(_without_times, self._finished.values())),
             dropped=sorted(self._dropped),
             untold=[_without_times(group) for _, group in self._untold],
             rested=sorted(self._rested),
@@ -345,7 +344,10 @@ class RolloutBuffer:
             "in flight": self._running,
             "rejected": self._rejected,
         }
-        return next((state for state, ordinals in states.items() if ordinal in ordinals), "unknown")
+        for state, ordinals in states.items():
+            if ordinal in ordinals:
+                return state
+        return "unknown"
 
 
 def _without_times(group: GroupReady) -> GroupReady:

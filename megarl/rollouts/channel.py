@@ -592,9 +592,9 @@ class _Groups:
     """
 
     def __init__(self, rank: int, replicas: list[list[int]], timeout_s: float):
-        self.dp = next(dp for dp, ranks in enumerate(replicas) if rank in ranks)
+        (self.dp,) = [dp for dp, ranks in enumerate(replicas) if rank in ranks]
         self._rank = rank
-        self._heads = [min(ranks) for ranks in replicas]
+        self._heads = list(map(min, replicas))
         self._timeout = timedelta(seconds=timeout_s)
         with members_only():
             self.all = self._group(None)

@@ -72,16 +72,11 @@ class Scoring:
     async def compare(self, prompt: Prompt, samples: list[Sample]) -> list[Sample]:
         """The samples with the scores of `comparing` added to their rewards."""
         texts = [sample.text for sample in samples]
-        scores_by_part = await asyncio.gather(
-            *(
-                judge.compare(part, prompt.text, prompt.answer, texts)
-                for part, judge in self.comparing
-            )
-        )
-        return [
-            self._add(sample, [scores[index] for scores in scores_by_part])
-            for index, sample in enumerate(samples)
-        ]
+        comparisons = []
+        for part, judge in self.comparing:
+            comparisons.append(judge.compare(part, prompt.text, prompt.answer, texts))
+        scores_by_part = await asyncio.gather(*comparisons)
+        return [self._add(sample, scores) for sample, *scores in zip(samples, *scores_by_part)]
 
     def _add(self, sample: Sample, scores: Sequence[Score]) -> Sample:
         comparison = weighted_sum(

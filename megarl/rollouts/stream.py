@@ -137,10 +137,10 @@ class Admission:
 
     def _place(self) -> Ordinal:
         """The first place that no prompt has taken."""
-        return min(
-            self._mixture.ordinal(source, places)
-            for source, places in enumerate(self._places_taken)
-        )
+        next_ordinals = []
+        for source, places in enumerate(self._places_taken):
+            next_ordinals.append(self._mixture.ordinal(source, places))
+        return min(next_ordinals)
 
     def _deep_enough(self, version: Version) -> bool:
         if version < 0:  # the engines do not have weights of the run yet

@@ -164,12 +164,11 @@ def _looking_at(number: int, place: int, code: list) -> list:
 def _call(name: str, *arguments: object) -> int:
     """Calls a function of the C library. Raises OSError."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    result = function(
-        *(
-            ctypes.c_long(argument) if isinstance(argument, int) else argument
-            for argument in arguments
-        )
-    )
+    c_arguments = []
+    for argument in arguments:
+        is_number = isinstance(argument, int)
+        c_arguments.append(ctypes.c_long(argument) if is_number else argument)
+    result = function(*c_arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
     return result
@@ -242,11 +241,10 @@ def _own_devices() -> None:
     A read-only file system alone would still let its user write to disks, terminals and other
     devices.
     """
-    descriptors = {
-        name: os.open(f"/dev/{name}", os.O_PATH)
-        for name in _DEVICES
-        if os.path.exists(f"/dev/{name}")
-    }
+    descriptors = {}
+    for name in _DEVICES:
+        if os.path.exists(f"/dev/{name}"):
+            descriptors[name] = os.open(f"/dev/{name}", os.O_PATH)
     _call("mount", b"tmpfs", b"/dev", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=64k,mode=0755")
     for name, opened in descriptors.items():
         os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))

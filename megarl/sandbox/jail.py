@@ -614,10 +614,8 @@ def _memory_files(pid: int, files: dict[object, int], channels: set[str]) -> int
                 files["files", device] = (system.f_files - system.f_ffree) * _INODE_BYTES
     network = os.stat(f"/proc/{pid}/ns/net").st_ino
     if network != os.stat("/proc/self/ns/net").st_ino:
-        files["network", network] = sum(
-            _waiting_bytes(Path(f"/proc/{pid}/net/{name}"))
-            for name in ("tcp", "tcp6", "udp", "udp6")
-        )
+        sockets = [Path(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6", "udp", "udp6")]
+        files["network", network] = sum(map(_waiting_bytes, sockets))
     return mappings
 
 

@@ -24,7 +24,7 @@ from megarl.config.limits import attribute
 _MOST_CHARS = 500  # limit of the exception's message, which may quote what a model wrote
 _LIBRARIES = (
     str(Path(__file__).resolve().parents[1]),
-    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    *set(map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
 )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from megarl.base.files import write_whole
 from megarl.base.results import CommandResult
+from megarl.base.table import aligned
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import GeneratorConfig, RunConfig
@@ -150,7 +151,7 @@ def run_simulation(
             f"--output {output}: must be left out with --sweep: it is for one simulated run"
         )
     # checks all of them before the first begins
-    plans = [configure(overrides) for overrides in combinations]
+    plans = list(map(configure, combinations))
     _check(plans)
     summaries = []
     gc.freeze()  # garbage collections then skip objects from imports
@@ -159,14 +160,10 @@ def run_simulation(
         summaries.append(_simulate_once(plan, source, output))
         if sweep:
             print(f"{' '.join(overrides)}: {time.monotonic() - started_s:.0f} s", file=sys.stderr)
-    rows = [
-        {
-            "settings": overrides,
-            **asdict(summary),
-            "refused": refused_by_train(plan.config, plan.spec),
-        }
-        for overrides, summary, plan in zip(combinations, summaries, plans)
-    ]
+    rows = []
+    for overrides, summary, plan in zip(combinations, summaries, plans):
+        refused = refused_by_train(plan.config, plan.spec)
+        rows.append({"settings": overrides, **asdict(summary), "refused": refused})
     if sweep:
         best = best_index(summaries)
         text = "\n".join(table(combinations, summaries))
@@ -264,13 +261,12 @@ def _combinations(sweep: Sequence[str]) -> list[list[str]]:
                 f"--sweep {axis_text}: must give a key, and each of its values, only once"
             )
         axes.append([f"{key}={value}" for value in values.split(",")])
-    return [list(overrides) for overrides in itertools.product(*axes)]
+    return list(map(list, itertools.product(*axes)))
 
 
 def render(plan: RunPlan, summary: Summary) -> list[str]:
-    by_age = ", ".join(
-        f"{age}: {share:.0%}" for age, share in summary.staleness.items() if share >= 0.005
-    )
+    shares = [(age, share) for age, share in summary.staleness.items() if share >= 0.005]
+    by_age = ", ".join(f"{age}: {share:.0%}" for age, share in shares)
     waits = (
         f"for batches {summary.waits_for_batch:.0%}, for engines to take weights "
         f"{summary.waits_for_engines:.0%}, for checkpoints {summary.waits_for_checkpoints:.0%}"
@@ -302,14 +298,11 @@ def render(plan: RunPlan, summary: Summary) -> list[str]:
             f"failures   {lost}; {summary.goodput:.1%} of the time was neither undone nor spent on "
             "restarts"
         )
-    lines += [
-        f"refused    by megarl train: {problem}"
-        for problem in refused_by_train(plan.config, plan.spec)
-    ]
+    for problem in refused_by_train(plan.config, plan.spec):
+        lines.append(f"refused    by megarl train: {problem}")
     ignored_settings = not_counted(plan.config)
-    ignored_settings += [
-        f"scores of {role.name} (set plan.simulation.score_s)" for role in plan.served
-    ]
+    for role in plan.served:
+        ignored_settings.append(f"scores of {role.name} (set plan.simulation.score_s)")
     if ignored_settings:
         lines.append(f"not counted: {', '.join(ignored_settings)}")
     return [*lines, f"advice     {advice(plan, summary)}"]
@@ -325,15 +318,11 @@ def added_to_plan(plan: RunPlan, summary: Summary) -> str:
         "updates": planned.sync_s,
     }
     step_s = sum(summary.step_parts_s.values())
-    added_s = {
-        name: seconds - planned_parts_s.get(name, 0.0)
-        for name, seconds in summary.step_parts_s.items()
-    }
-    shown = [
-        f"{name} {seconds:+.2g} s"
-        for name, seconds in added_s.items()
-        if abs(seconds) > PART * step_s
-    ]
+    shown = []
+    for name, seconds in summary.step_parts_s.items():
+        added_s = seconds - planned_parts_s.get(name, 0.0)
+        if abs(added_s) > PART * step_s:
+            shown.append(f"{name} {added_s:+.2g} s")
     parts = f": {', '.join(shown)}; the simulated step is the better estimate" if shown else ""
     more_s = step_s - planned.step_s
     return f"{more_s:+.2g} s in the mean to the plan's step of {planned.step_s:.4g} s{parts}"
@@ -454,19 +443,9 @@ def mean_age(summary: Summary) -> float:
 
 def table(combinations: Sequence[Sequence[str]], summaries: Sequence[Summary]) -> list[str]:
     """A row for each combination, and a line that says which one to choose."""
-    rows: list[list[Any]] = [["settings", *COLUMNS]]
-    rows += [
-        [" ".join(overrides), *(show(summary) for show in COLUMNS.values())]
-        for overrides, summary in zip(combinations, summaries)
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    ]
+    rows = [["settings", *COLUMNS]]
+    for overrides, summary in zip(combinations, summaries):
+        rows.append([" ".join(overrides), *(show(summary) for show in COLUMNS.values())])
     best = best_index(summaries)
     close = near_fastest(summaries)
     reason = "is the fastest"
@@ -476,7 +455,7 @@ def table(combinations: Sequence[Sequence[str]], summaries: Sequence[Summary]) -
             "fastest"
         )
     return [
-        *(line.rstrip() for line in lines),
+        *aligned(rows),
         f"take {' '.join(combinations[best])}: it {reason} "
         f"({summaries[best].tokens_per_s:,.0f} tokens/s)",
     ]
@@ -493,8 +472,8 @@ def best_index(summaries: Sequence[Summary]) -> int:
 def near_fastest(summaries: Sequence[Summary]) -> list[int]:
     """The places of those that are about as fast as the fastest."""
     fastest = max(summary.tokens_per_s for summary in summaries)
-    return [
-        index
-        for index, summary in enumerate(summaries)
-        if summary.tokens_per_s >= (1 - CLOSE) * fastest
-    ]
+    places = []
+    for place, summary in enumerate(summaries):
+        if summary.tokens_per_s >= (1 - CLOSE) * fastest:
+            places.append(place)
+    return places

@@ -167,9 +167,9 @@ class SimulatedEngine:
         self._waiting.extend(requests)
         self._change_soon()
         await call.end_of_all
-        ended = [
-            not request.aborted and rest <= request.target for request, rest in zip(requests, rests)
-        ]
+        ended = []
+        for request, rest in zip(requests, rests):
+            ended.append(not request.aborted and rest <= request.target)
         completions = []
         for request, total, end in zip(requests, work.totals, ended):
             reason = "stop" if end and total != work.limit else "length"

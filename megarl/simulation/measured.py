@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -92,10 +93,8 @@ def measured_models(plan: RunPlan, unit: int, run: Path) -> Models:
         [_tokens(row, samples) for row in rows],
         [_rest_s(row) + beside * row["time/save_s"] for row in rows],
     )
-    write_s, pause_s = (
-        float(np.median([row[name] for row in rows]))
-        for name in ("time/sync_s", "time/sync_pause_s")
-    )
+    write_s = median(row["time/sync_s"] for row in rows)
+    pause_s = median(row["time/sync_pause_s"] for row in rows)
 
     def train_s(batch: Batch) -> float:
         return fixed_s + token_s * unit * sum(sample.tokens for sample in batch.samples)

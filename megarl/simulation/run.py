@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,9 +124,7 @@ class KnownLengths(Workload):
     def of_batch(cls, batch: Batch, unit: int) -> KnownLengths:
         lengths = unit * np.array([sample.tokens for sample in batch.samples], dtype=np.float64)
         prompt = unit * float(np.mean([group.prompt_tokens for group in batch.groups]))
-        mean, longest, squares = (
-            float(value) for value in (lengths.mean(), lengths.max(), np.mean(lengths**2))
-        )
+        mean, longest, squares = map(float, (lengths.mean(), lengths.max(), np.mean(lengths**2)))
         return cls(len(lengths), len(batch.groups), prompt, mean, longest, squares)
 
 
@@ -278,13 +277,11 @@ class SimulatedGenerator(GeneratorExecutor):
         dropped = bool(share) and self._rng(prompt.ordinal, 2).random() < share
         rewards = [float(not dropped and index % 2) for index in range(n)]
         # A token's id is the version that sampled it.
-        return Group(
-            prompt,
-            [
-                Sample(tokens, array("f", bytes(4 * len(tokens))), tokens, "", reward, reason)
-                for (tokens, reason), reward in zip(samples, rewards)
-            ],
-        )
+        group = Group(prompt, [])
+        for (tokens, reason), reward in zip(samples, rewards):
+            logprobs = array("f", bytes(4 * len(tokens)))
+            group.samples.append(Sample(tokens, logprobs, tokens, "", reward, reason))
+        return group
 
     def _rng(self, number: int, purpose: int) -> np.random.Generator:
         return np.random.default_rng((self.plan.config.seed, number, purpose))
@@ -368,7 +365,7 @@ class Attempt:
         self.intake = Intake(wire.trainer, buffer)
         self.wire = wire
         self.saved = self.start, self.ledger  # the last complete checkpoint
-        self.trained = {ordinal for ordinals in self.totals.ordinals for ordinal in ordinals}
+        self.trained = set(chain.from_iterable(self.totals.ordinals))
         self._finishing: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[tuple[int, Ledger]] | None = None
         self._pause_s = 0.0
@@ -575,11 +572,11 @@ class Attempt:
                     yield index, down_s
             return
         while settings.gpu_mtbf_h is not None:
-            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / sizes.sum()))
+            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / sum(sizes)))
             if len(set(sizes)) == 1:
                 engine = self.rng.integers(len(sizes))
             else:
-                engine = self.rng.choice(len(sizes), p=sizes / sizes.sum())
+                engine = self.rng.choice(len(sizes), p=np.array(sizes) / sum(sizes))
             yield int(engine), settings.engine_restart_s
 
     async def _lose_trainer(self) -> None:
@@ -605,9 +602,8 @@ class Attempt:
         """
         config = self.plan.config
         ordinals = [group.ordinal for group in batch.groups]
-        if len(ordinals) != config.rollout.prompts_per_step or any(
-            len(group.samples) != config.rollout.n for group in batch.groups
-        ):
+        group_sizes = {len(group.samples) for group in batch.groups}
+        if len(ordinals) != config.rollout.prompts_per_step or group_sizes != {config.rollout.n}:
             raise BrokenGuarantee(f"step {step}: a batch of {len(ordinals)} groups")
         repeated = self.trained.intersection(ordinals)
         repeated = repeated or {ordinal for ordinal, n in Counter(ordinals).items() if n > 1}
@@ -749,22 +745,11 @@ def simulate(
                 totals.lost_s += (
                     loop.time() - max(began_s, totals.surviving_until_s) + interrupted.restart_s
                 )
-                tell(
-                    "launcher.0",
-                    "end",
-                    loop.time(),
-                    loop.time(),
-                    how="simulated failure of a trainer rank",
-                )
+                now = loop.time()
+                tell("launcher.0", "end", now, now, how="simulated failure of a trainer rank")
                 loop.run_until_complete(asyncio.sleep(interrupted.restart_s))
-                tell(
-                    "launcher.0",
-                    "start",
-                    loop.time(),
-                    loop.time(),
-                    step=start,
-                    max_steps=config.max_steps,
-                )
+                now = loop.time()
+                tell("launcher.0", "start", now, now, step=start, max_steps=config.max_steps)
     totals.end_s = loop.time()
     totals.expected_length = _mean_length(lengths, config, unit)
     _check_all(plan, attempt)
@@ -779,14 +764,10 @@ def unit_of(config: RunConfig, lengths: Draw) -> int:
     """
     rollout = config.rollout
     plan = config.plan
-    mean = float(
-        np.mean(
-            [
-                np.minimum(lengths(ordinal, rollout.n), lengths.longest).mean()
-                for ordinal in range(32)
-            ]
-        )
-    )
+    means = []
+    for ordinal in range(32):
+        means.append(np.minimum(lengths(ordinal, rollout.n), lengths.longest).mean())
+    mean = float(np.mean(means))
     finest = [
         rollout.max_tokens / UNITS,
         mean / plan.simulation.turns / 16,

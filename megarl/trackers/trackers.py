@@ -187,7 +187,7 @@ class _Wandb:
 
     def samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self._run.log(
-            {"samples": self._table(columns=list(columns), data=[list(row) for row in rows])},
+            {"samples": self._table(columns=list(columns), data=list(map(list, rows)))},
             step=step,
         )
 

@@ -150,7 +150,7 @@ class Audit(_Command, frozen=True):
     version: int = -1  # the version that was written
 
 
-class Hashes(_Command, frozen=True):
+class SendHashes(_Command, frozen=True):
     """Answer: bytes, the audit hashes of all live parameters from the last Audit (audit.packed)."""
 
 
@@ -183,7 +183,7 @@ Command = (
     | Inventory
     | Recall
     | Audit
-    | Hashes
+    | SendHashes
     | EmptyCache
     | End
 )
@@ -223,7 +223,7 @@ class AuditResult(msgspec.Struct, frozen=True):
     the tensors that no update writes.
     """
 
-    digest: bytes = b""  # digest of the answer to Hashes
+    digest: bytes = b""  # digest of the answer to SendHashes
     changes: Changes = Changes([], -1)
     high_water_bytes: int = 0  # most memory that the worker has held
 

@@ -58,9 +58,8 @@ from megarl.weight_sync.workers import Workers, arranged_forms
 OFFSET_BYTES = 8
 _decode_opened = msgspec.msgpack.Decoder(commands.OpenedMemory).decode
 Writers = Mapping[int, Collection[int]]  # generator rank -> trainer ranks that write to it
-RelayTransports = dict[
-    str, set[int]
-]  # kind of transport -> generator ranks that receive relays by it
+# kind of transport -> generator ranks that receive relays by it
+RelayTransports = dict[str, set[int]]
 
 
 @dataclass(frozen=True)
@@ -107,15 +106,11 @@ class OpenedEngines:
         for begin, end in zip(begins, [*begins[1:], len(places)]):
             rank = int(ranks[begin])
             first, end_place = self.tensors.places[rank : rank + 2].tolist()
-            for index, tensor_count in self._of_rank[
-                rank
-            ]:  # (a user's transport may list other tensors)
-                requests.append(
-                    (
-                        index,
-                        places[begin:end] - first if tensor_count == end_place - first else None,
-                    )
-                )
+            for index, tensor_count in self._of_rank[rank]:
+                numbers = None  # (a user's transport may list other tensors)
+                if tensor_count == end_place - first:
+                    numbers = places[begin:end] - first
+                requests.append((index, numbers))
         reached = {self._group(index) for index, _ in requests}
         for group, index in self._groups.items():
             members = self.endpoints.packed[index].endpoint.members
@@ -198,21 +193,26 @@ async def _open_in_all_ways(
     engines pass on tensors.
     """
     kinds = {*pairs.kinds} | relayed.keys()
-    digests = {}
-    for rank_forms in {id(rank_forms): rank_forms for rank_forms in forms}.values():
-        digests[id(rank_forms)] = digest_of(rank_forms)
-    known_digests = {rank: digests[id(rank_forms)] for rank, rank_forms in enumerate(forms)}
+    digests: dict[int, bytes] = {}  # by id, since replicas share their forms
+    known_digests = {}
+    forms_of_digest = {}
+    for rank, rank_forms in enumerate(forms):
+        if id(rank_forms) not in digests:
+            digests[id(rank_forms)] = digest_of(rank_forms)
+        known_digests[rank] = digests[id(rank_forms)]
+        forms_of_digest[known_digests[rank]] = rank_forms
     packed: list[PackedEndpoint] = []
-    for kind in (kind for kind in (*TABLE, *sorted(kinds - TABLE.keys())) if kind in kinds):
-        of_rank = enumerate(pairs.trainers(kind))
+    for kind in [*TABLE, *sorted(kinds - TABLE.keys())]:
+        if kind not in kinds:
+            continue
         writers = {}
-        for rank, trainers in of_rank:
+        for rank, trainers in enumerate(pairs.trainers(kind)):
             if trainers or rank in relayed.get(kind, ()):
                 writers[rank] = trainers
         packed += await _open_memory(
             workers, kind, Opening(map, writers, hosts, *_of(workers), deltas), known_digests
         )
-    return Endpoints(packed, {digests[id(rank_forms)]: rank_forms for rank_forms in forms})
+    return Endpoints(packed, forms_of_digest)
 
 
 def _of(workers: Workers) -> tuple[str, float, list[dist.Store]]:
@@ -252,19 +252,14 @@ async def _open_memory(
     transport = transport_class(kind)
     offers = transport.offers(opening)
     memory = f"{transport.memory.__module__}:{transport.memory.__qualname__}"
-    of_engines = []
+    requests = []
     for ranks in workers.ranks:
-        of_engines.append(
-            Open(
-                kind,
-                memory,
-                {rank: offers[rank] for rank in ranks if rank in offers},
-                {rank: known_digests[rank] for rank in ranks if rank in known_digests},
-            )
-        )
-    opened = [_decode_opened(payload) for payload in await workers.run(of_engines)]
+        engine_offers = {rank: offers[rank] for rank in ranks if rank in offers}
+        digests = {rank: known_digests[rank] for rank in ranks if rank in known_digests}
+        requests.append(Open(kind, memory, engine_offers, digests))
     result: list[PackedEndpoint] = []
-    for packed in opened:
+    for payload in await workers.run(requests):
+        packed = _decode_opened(payload)
         if packed is not None:
             result.append(packed)
     return result
@@ -321,12 +316,10 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
     """The number of generator ranks on each host; 0 if it differs between hosts, or if a trainer
     rank shares a host with engines.
     """
-    runs = [
-        len(list(ranks))
-        for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))
-    ]
-    hosts = len({(host.memory, host.network) for host in engines})
-    even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
+    hosts = [(host.memory, host.network) for host in engines]
+    runs = [len(list(ranks)) for _, ranks in itertools.groupby(hosts)]
+    is_whole = len(runs) == len(set(hosts))
+    even = is_whole and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
     near = any(transport_class(kind).same_host for kind in pairs.kinds)
     if even and not near:
         return runs[0]

@@ -123,24 +123,16 @@ class WeightUpdate:
         payloads = await self.workers.run(
             [self.passing_on if place in leading else None for place in places]
         )
-        lost_ranks = set()
-        for rank, payload in enumerate(payloads):
-            if not payload and self.workers.place_of(rank) in leading:
-                lost_ranks.add(rank)
-        broken_relays = []
-        for relay in relays:
-            if relay.source_rank in lost_ranks:
-                broken_relays.append(relay)
         reasons = {}
-        for r in broken_relays:
-            reasons[r.destination_rank] = (
-                f"generator rank {r.source_rank} was lost before it passed weights on"
-            )
+        for relay in relays:
+            if not payloads[relay.source_rank]:
+                reasons[relay.destination_rank] = (
+                    f"generator rank {relay.source_rank} was lost before it passed weights on"
+                )
         for rank, payload in enumerate(payloads):
-            for unreached_rank in (
-                msgspec.msgpack.decode(payload, type=commands.UnreachedRanks) if payload else ()
-            ):
-                reasons[unreached_rank] = f"generator rank {rank} could not pass weights on"
+            if payload:
+                for unreached in msgspec.msgpack.decode(payload, type=commands.UnreachedRanks):
+                    reasons[unreached] = f"generator rank {rank} could not pass weights on"
         await self.give_up(reasons)
 
     async def give_up(self, reasons_of_ranks: Mapping[int, str]) -> None:
@@ -148,27 +140,21 @@ class WeightUpdate:
         for the reasons in `reasons_of_ranks`. Ends those that still answer, so that they are
         started again. Raises EngineUnreachable if no engine may be lost.
         """
-        places = {self.workers.place_of(rank): reason for rank, reason in reasons_of_ranks.items()}
-        reasons = {}
-        for place, reason in places.items():
-            if place not in self.workers.lost:
-                reasons[place] = reason
-        engines = {place: self.workers.engines[place] for place in reasons}
         losses = {}
-        for place, engine in engines.items():
-            losses[place] = EngineUnreachable(
-                engine.url, f"{reasons[place]} to engine {engine.url}"
-            )
+        for rank, reason in reasons_of_ranks.items():
+            place = self.workers.place_of(rank)
+            if place not in self.workers.lost:
+                url = self.workers.engines[place].url
+                losses[place] = EngineUnreachable(url, f"{reason} to engine {url}")
         self.workers.go_on_without(losses)
         for loss in losses.values():
             print(f"an engine lacks a part of the weights, and is ended: {loss}", flush=True)
-        await asyncio.gather(
-            *(self._end(engine, self.workers.tp[place]) for place, engine in engines.items())
-        )
+        await asyncio.gather(*map(self._end, losses))
 
-    async def _end(self, engine: EngineClient, tp: int) -> None:
+    async def _end(self, place: int) -> None:
+        engine = self.workers.engines[place]
         with contextlib.suppress(EngineError, TimeoutError):  # it ends before it answers
-            await engine.command(commands.encode(End()), tp, ENDED_S)
+            await engine.command(commands.encode(End()), self.workers.tp[place], ENDED_S)
 
     async def audit(
         self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()
@@ -179,32 +165,29 @@ class WeightUpdate:
         """
         payloads = await self.workers.run_all(Audit(self.version))
         results = []
+        digests = []
         for payload in payloads:
-            results.append(_decode_found(payload) if payload else commands.AuditResult())
+            result = _decode_found(payload) if payload else commands.AuditResult()
+            results.append(result)
+            digests.append(result.digest if payload else None)
         self.high_water_bytes = max(result.high_water_bytes for result in results)
         check_unchanged(
             [result.changes for result in results], [engine.url for engine in self.workers.engines]
         )
-        digests = []
-        for result, payload in zip(results, payloads):
-            digests.append(result.digest if payload else None)
         differing_ranks = differing(digests, expected_hashes_of(shares, tensors), tensors)
         if differing_ranks:
             compare(await self._hashes(differing_ranks), shares, tensors, relays)
             raise AuditError(
                 "weight audit failed: the memory of generator rank "
-                f"{', '.join(map(str, differing_ranks))} "
-                "changes while it is hashed"
+                f"{', '.join(map(str, differing_ranks))} changes while it is hashed"
             )
 
     async def _hashes(self, ranks: Collection[int]) -> list[bytes | None]:
         """The hashes of these ranks; None for others."""
-        per_engine = []
-        for of_engine in self.workers.ranks:
-            per_engine.append([rank for rank in of_engine if rank in ranks])
-        payloads = await self.workers.run(
-            [commands.Hashes() if engine_ranks else None for engine_ranks in per_engine]
-        )
+        requests = []
+        for engine_ranks in self.workers.ranks:
+            requests.append(commands.SendHashes() if set(engine_ranks) & set(ranks) else None)
+        payloads = await self.workers.run(requests)
         result: list[bytes | None] = []
         for rank, payload in enumerate(payloads):
             result.append(msgspec.msgpack.decode(payload, type=bytes) if rank in ranks else None)
@@ -278,11 +261,10 @@ class WeightUpdate:
             versions[engine] = await engine.version(self.workers.timeout_s)
 
         await self._each(ask)
-        problems = [
-            f"engine {engine.url} holds weights version {v}"
-            for engine, v in versions.items()
-            if v != version
-        ]
+        problems = []
+        for engine, engine_version in versions.items():
+            if engine_version != version:
+                problems.append(f"engine {engine.url} holds weights version {engine_version}")
         if problems:
             raise VersionError(f"{'; '.join(problems)}, not {version}: {explanation}")
 

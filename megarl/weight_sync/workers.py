@@ -78,40 +78,27 @@ class Workers:
         Raises RuntimeError with the worker's traceback if one failed, TimeoutError if one did not
         answer, and EngineUnreachable.
         """
-        commanded = {
-            engine: command
-            for engine, command in zip(self.engines, per_engine)
-            if command is not None
-        }
-        # all are of one kind
-        name = "".join({type(command).__name__ for command in commanded.values()})
+        name = ""  # all commands are of one kind
         encoded: dict[int, bytes] = {}  # by id, since many commands are the same object
-
-        tp_of = dict(zip(self.engines, self.tp))
+        requests: dict[EngineClient, tuple[bytes, int, bool]] = {}
+        for engine, command, tp in zip(self.engines, per_engine, self.tp):
+            if command is not None:
+                name = type(command).__name__
+                if id(command) not in encoded:
+                    encoded[id(command)] = commands.encode(command)
+                requests[engine] = (encoded[id(command)], tp, isinstance(command, EmptyCache))
 
         async def send(engine: EngineClient) -> None:
-            command = commanded.get(engine)
-            if command is not None:
-                body = encoded.get(id(command)) or encoded.setdefault(
-                    id(command), commands.encode(command)
-                )
-                await engine.command(
-                    body,
-                    tp_of[engine],
-                    self.timeout_s,
-                    empty_cache=isinstance(command, EmptyCache),
-                )
+            if engine in requests:
+                body, tp, empties_cache = requests[engine]
+                await engine.command(body, tp, self.timeout_s, empty_cache=empties_cache)
 
         unreachable = await self.each(send)
         absent = self.lost.keys() | unreachable.keys()
-        awaited_ranks = []
+        missing: set[int] = set()
         for place, ranks in enumerate(self.ranks):
-            if place not in absent and self.engines[place] in commanded:
-                awaited_ranks.append(ranks)
-        missing = set()
-        for ranks in awaited_ranks:
-            for rank in ranks:
-                missing.add(rank)
+            if place not in absent and self.engines[place] in requests:
+                missing.update(ranks)
         payloads: dict[int, bytes] = {}
         while missing:
             answers = await self.hub.arrivals(
@@ -141,15 +128,13 @@ class Workers:
 
         Returns those that could not be reached. Raises any other error.
         """
-        places = []
-        for place in range(len(self.engines)):
+        calls: dict[int, Awaitable[None]] = {}
+        for place, engine in enumerate(self.engines):
             if place not in self.lost:
-                places.append(place)
-        outcomes = await asyncio.gather(
-            *(call(self.engines[place]) for place in places), return_exceptions=True
-        )
+                calls[place] = call(engine)
+        outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
         unreachable: dict[int, EngineUnreachable] = {}
-        for place, outcome in zip(places, outcomes):
+        for place, outcome in zip(calls, outcomes):
             if isinstance(outcome, EngineUnreachable):
                 unreachable[place] = outcome
             elif isinstance(outcome, BaseException):
@@ -179,9 +164,7 @@ async def check_parallelism(workers: Workers, planned: Sequence[GeneratorTopolog
     live_sizes = await asyncio.gather(
         *(engine.parallelism(workers.timeout_s) for engine in workers.engines)
     )
-    engines_that_differ: dict[
-        str, list[str]
-    ] = {}  # sizes that the map is for -> engines that differ
+    engines_that_differ: dict[str, list[str]] = {}  # sizes that the map is for -> engines
     for engine, sizes, topology in zip(workers.engines, live_sizes, planned, strict=True):
         live = _sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size)
         expected = _sizes(topology.tp, topology.ep, topology.dp_attention)
@@ -190,21 +173,17 @@ async def check_parallelism(workers: Workers, planned: Sequence[GeneratorTopolog
                 f"engine {engine.url} runs with {live}"
             )
         if 0 < sizes.max_total_num_tokens < ENOUGH * (sizes.max_total_tokens or 0):
-            shortage = (
-                f"has a KV cache of {sizes.max_total_num_tokens:,} tokens, not of the planned "
-                f"{sizes.max_total_tokens:,}"
-            )
             print(
-                f"engine {engine.url} {shortage}: something else holds memory of its GPU",
+                f"engine {engine.url} has a KV cache of {sizes.max_total_num_tokens:,} tokens, not "
+                f"of the planned {sizes.max_total_tokens:,}: something else holds memory of its "
+                "GPU",
                 flush=True,
             )
-    if engines_that_differ:
-        raise LayoutError(
-            "; ".join(
-                f"{'; '.join(engines)}, the reshard map is for {expected}"
-                for expected, engines in engines_that_differ.items()
-            )
-        )
+    problems = []
+    for expected, engines in engines_that_differ.items():
+        problems.append(f"{'; '.join(engines)}, the reshard map is for {expected}")
+    if problems:
+        raise LayoutError("; ".join(problems))
 
 
 def _sizes(tp: int, ep: int, dp_attention: int) -> str:
@@ -231,15 +210,12 @@ async def describe(workers: Workers) -> list[list[RemoteTensor]]:
 async def _described(
     workers: Workers, known_digests: Mapping[int, bytes]
 ) -> list[list[RemoteTensor] | None]:
-    describe_commands = []
+    requests = []
     for ranks in workers.ranks:
-        describe_commands.append(
-            Describe({rank: known_digests[rank] for rank in ranks if rank in known_digests})
-        )
-    return [
-        msgspec.msgpack.decode(payload, type=commands.Description)
-        for payload in await workers.run(describe_commands)
-    ]
+        digests = {rank: known_digests[rank] for rank in ranks if rank in known_digests}
+        requests.append(Describe(digests))
+    decode = msgspec.msgpack.Decoder(commands.Description).decode
+    return list(map(decode, await workers.run(requests)))
 
 
 async def settle_layout(workers: Workers, layout: Layout) -> None:
@@ -250,26 +226,21 @@ async def settle_layout(workers: Workers, layout: Layout) -> None:
     Each worker gets the digest of the expected layout, and describes itself only if it differs,
     since a large run has a million tensors.
     """
-    tensors = [layout.shapes(rank) for rank in range(workers.count)]
+    tensors = list(map(layout.shapes, range(workers.count)))
     digests = {}
-    for rank_tensors in _distinct(tensors):
-        digests[id(rank_tensors)] = digest_of(_forms(rank_tensors, engine_view))
-    descriptions = await _described(
-        workers, {rank: digests[id(rank_tensors)] for rank, rank_tensors in enumerate(tensors)}
-    )
-    check_layout(descriptions, layout)
     shapes = {}
     for rank_tensors in _distinct(tensors):
+        digests[id(rank_tensors)] = digest_of(_forms(rank_tensors, engine_view))
         shapes[id(rank_tensors)] = {
             t.name: t.shape for t in rank_tensors if t.engine_shape is not None
         }
+    digest_of_rank = {rank: digests[id(shared)] for rank, shared in enumerate(tensors)}
+    check_layout(await _described(workers, digest_of_rank), layout)
     if any(shapes.values()):
-        await workers.run(
-            [
-                Arrange({rank: shapes[id(tensors[rank])] for rank in ranks})
-                for ranks in workers.ranks
-            ]
-        )
+        requests = []
+        for ranks in workers.ranks:
+            requests.append(Arrange({rank: shapes[id(tensors[rank])] for rank in ranks}))
+        await workers.run(requests)
 
 
 def arranged_forms(layout: Layout, count: int) -> list[list[Form]]:
@@ -277,13 +248,12 @@ def arranged_forms(layout: Layout, count: int) -> list[list[Form]]:
 
     Replicas share the list.
     """
-    tensors = [layout.shapes(rank) for rank in range(count)]
-    forms = {
-        id(rank_tensors): _forms(
+    tensors = list(map(layout.shapes, range(count)))
+    forms = {}
+    for rank_tensors in _distinct(tensors):
+        forms[id(rank_tensors)] = _forms(
             rank_tensors, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape))
         )
-        for rank_tensors in _distinct(tensors)
-    }
     return [forms[id(rank_tensors)] for rank_tensors in tensors]
 
 
@@ -293,8 +263,8 @@ def _forms(
 ) -> list[Form]:
     result: list[Form] = []
     for tensor in tensors:
-        for shape, strides in [view(tensor)]:
-            result.append(Form(tensor.name, shape, tensor.dtype, strides))
+        shape, strides = view(tensor)
+        result.append(Form(tensor.name, shape, tensor.dtype, strides))
     return result
 
 
@@ -308,46 +278,37 @@ async def watch(workers: Workers, strict: bool, file: Path | None = None) -> Non
     Prints how much memory there is of each kind, and writes a list of all of it to `file`, one
     object a line. Also prints which memory is unproven; with `strict`, raises AuditError instead.
     """
-    watched = [
-        msgspec.msgpack.decode(payload, type=commands.WatchedMemory)
-        for payload in await workers.run_all(commands.Watch())
-    ]
+    decode = msgspec.msgpack.Decoder(commands.WatchedMemory).decode
+    watched = list(map(decode, await workers.run_all(commands.Watch())))
     ranks_of_digest: dict[bytes, list[int]] = {}  # digest -> ranks; of replicas, only one is asked
     for rank, memory in enumerate(watched):
         ranks_of_digest.setdefault(memory.digest, []).append(rank)
     replicas_of = {ranks[0]: ranks for ranks in ranks_of_digest.values()}
-    payloads = await workers.run(
-        [
-            commands.Inventory([rank for rank in ranks if rank in replicas_of])
-            for ranks in workers.ranks
-        ]
-    )
+    requests = []
+    for ranks in workers.ranks:
+        requests.append(commands.Inventory([rank for rank in ranks if rank in replicas_of]))
+    payloads = await workers.run(requests)
     inventories = {}
-    for rank in replicas_of:
-        inventories[rank] = msgspec.msgpack.decode(payloads[rank], type=list[commands.MemoryEntry])
     ranks_of: dict[commands.MemoryEntry, list[int]] = {}
-    for rank, inventory in inventories.items():
-        for entry in inventory:
-            ranks_of.setdefault(entry, []).extend(replicas_of[rank])
+    for rank, replicas in replicas_of.items():
+        inventories[rank] = msgspec.msgpack.decode(payloads[rank], type=list[commands.MemoryEntry])
+        for entry in inventories[rank]:
+            ranks_of.setdefault(entry, []).extend(replicas)
     if file is not None:
         lines = []
         for entry, ranks in ranks_of.items():
-            lines.append(
-                msgspec.json.encode(
-                    msgspec.structs.asdict(entry) | {"ranks": sorted(ranks)}
-                ).decode()
-            )
-        write_whole(file, "".join(f"{line}\n" for line in lines))
+            fields = msgspec.structs.asdict(entry) | {"ranks": sorted(ranks)}
+            lines.append(msgspec.json.encode(fields).decode() + "\n")
+        write_whole(file, "".join(lines))
     largest = max(watched, key=lambda memory: memory.tensor_bytes)
-    kinds = {}
-    for kind in commands.KINDS:
-        kinds[kind] = [
-            entry for entry in inventories[ranks_of_digest[largest.digest][0]] if entry.kind == kind
-        ]
     parts = []
-    for kind, entries in kinds.items():
-        if entries:
-            parts.append(f"{len(entries)} {kind} ({sum(entry.bytes for entry in entries)} bytes)")
+    for kind in commands.KINDS:
+        sizes = []
+        for entry in inventories[ranks_of_digest[largest.digest][0]]:
+            if entry.kind == kind:
+                sizes.append(entry.bytes)
+        if sizes:
+            parts.append(f"{len(sizes)} {kind} ({sum(sizes)} bytes)")
     checked = f"{commands.WRITTEN}, {commands.DERIVED} or {commands.CONSTANT}"
     print(
         f"memory of a generator rank, in tensors: {', '.join(parts)}; every audit checks what is "

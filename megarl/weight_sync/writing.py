@@ -122,7 +122,7 @@ class FullUpdates:
         sizes: Counter[int] = Counter()
         for copy in self.copies:
             sizes[copy.destination_rank] += copy.bytes
-        return [list(pair) for pair in sorted(sizes.items())]
+        return list(map(list, sorted(sizes.items())))
 
 
 class DeltaUpdates(FullUpdates):
@@ -251,13 +251,10 @@ def shares_of(parts: Sequence[WrittenPart]) -> Shares:
     Boxes of one tensor may be in several parts.
     """
     totals: Shares = defaultdict(dict)
-    for rank, rank_shares in (
-        (rank, rank_shares) for part in parts for rank, rank_shares in part.shares.items()
-    ):
-        rank_totals = totals[rank]
-        rank_totals |= {
-            name: (rank_totals.get(name, 0) + share) & MASK for name, share in rank_shares.items()
-        }
+    for part in parts:
+        for rank, rank_shares in part.shares.items():
+            for name, share in rank_shares.items():
+                totals[rank][name] = (totals[rank].get(name, 0) + share) & MASK
     return totals
 
 
@@ -271,12 +268,8 @@ def landing_first(
             landings.add((endpoint.rank, landing.tensor, landing.start))
     parts: tuple[list[Copy], list[Copy]] = [], []
     for copy in copies:
-        lands = (
-            copy.destination_rank,
-            copy.destination_tensor,
-            copy.destination_box.start,
-        ) in landings
-        parts[0 if lands else 1].append(copy)
+        landing = (copy.destination_rank, copy.destination_tensor, copy.destination_box.start)
+        parts[0 if landing in landings else 1].append(copy)
     return parts
 
 
@@ -326,32 +319,26 @@ class AmaxExchange:
         names both ranks, if one does not answer.
         """
         table = AmaxTable.measure(self._parts, tensors)
-        measured_parts = []
-        for part, (_, _, amax) in zip(self._parts, table.entries):
-            measured_parts.append((part.peers, amax))
-        incoming = []
         outgoing = []
         received = {}
+        works = []
         for peer, awaited in self._awaited.items():
-            message = torch.cat(
-                [amax.reshape(-1) for holders, amax in measured_parts if peer in holders]
-            ).cpu()
+            shared = []
+            for part, (_, _, amax) in zip(self._parts, table.entries):
+                if peer in part.peers:
+                    shared.append(amax.reshape(-1))
+            outgoing.append(torch.cat(shared).cpu())  # kept alive until it is sent
             received[peer] = torch.empty(sum(part.tiles.numel for part in awaited))
-            outgoing.append(
-                (dist.isend(message, peer, group=self._group), f"to trainer rank {peer}", message)
-            )
-            incoming.append(
-                (
-                    dist.irecv(received[peer], peer, group=self._group),
-                    f"from trainer rank {peer}",
-                    received[peer],
-                )
-            )
-        # these lists keep the tensors alive until then
-        for work, direction, _ in incoming + outgoing:
+            sending = dist.isend(outgoing[-1], peer, group=self._group)
+            receiving = dist.irecv(received[peer], peer, group=self._group)
+            works += [
+                (receiving, f"from trainer rank {peer}"),
+                (sending, f"to trainer rank {peer}"),
+            ]
+        for work, direction in works:
             self._wait(work, direction)
         for peer, values in received.items():
-            table.merge(_entries(self._awaited[peer], values, measured_parts[0][1].device))
+            table.merge(_entries(self._awaited[peer], values, table.entries[0][2].device))
         return table
 
     def _wait(self, work: dist.Work | None, direction: str) -> None:
@@ -453,14 +440,12 @@ class Deltas:
             by_rank[copy.destination_rank].append((copy, deltas[_key(copy)]))
         for (rank, name), share in hashes.totals().items():
             shares[rank][name] = share
-        sizes = {
-            rank: blob_bytes([delta for _, delta in changes]) for rank, changes in by_rank.items()
-        }
-        changed = sum(
-            delta.changed * copy.bytes // copy.destination_box.numel
-            for changes in by_rank.values()
-            for copy, delta in changes
-        )
+        sizes = {}
+        changed = 0
+        for rank, changes in by_rank.items():
+            sizes[rank] = blob_bytes([delta for _, delta in changes])
+            for copy, delta in changes:
+                changed += delta.changed * copy.bytes // copy.destination_box.numel
         return RankChanges(
             by_rank, deltas, dict(shares), sizes, changed, sum(copy.bytes for copy in copies)
         )
@@ -485,9 +470,8 @@ class Deltas:
         if self._fulls:
             return
         copies_of = _by_payload(copies)
-        self._sent_values = {
-            key: values for key, values in self._sent_values.items() if key in copies_of
-        }
+        for key in self._sent_values.keys() - copies_of.keys():
+            del self._sent_values[key]
         for key, (copy, *_) in copies_of.items():
             bits = bits_of(payloads.of(copy, amax).contiguous()).view(-1)
             if key not in self._sent_values:

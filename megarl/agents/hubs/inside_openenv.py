@@ -112,10 +112,10 @@ async def _ask_for_actions(hub, end):
     if text_field is None:
         listed = await _mcp_tools(url, hub.request["start_s"], end)
         hub.by_mcp = bool(listed)
-        hub.tools = [
-            _tool(tool["name"], tool.get("description"), tool.get("input_schema"))
-            for tool in listed
-        ]
+        hub.tools = []
+        for tool in listed:
+            description = tool.get("description")
+            hub.tools.append(_tool(tool["name"], description, tool.get("input_schema")))
         if not listed:
             step = {**schema, "properties": fields}
             hub.tools = [_tool(_ACT, schema.get("description"), step)]

@@ -278,10 +278,11 @@ def _text_of_tool(result, otherwise):
     structure = result.get("structured_content")
     if not parts and structure:
         return json.dumps(structure, ensure_ascii=False)
-    return "\n".join(
-        part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type')}]"
-        for part in parts
-    )
+    texts = []
+    for part in parts:
+        is_text = isinstance(part.get("text"), str)
+        texts.append(part["text"] if is_text else f"[{part.get('type')}]")
+    return "\n".join(texts)
 
 
 def code_of(error):

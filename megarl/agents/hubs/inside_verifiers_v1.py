@@ -76,9 +76,10 @@ def _with_taskset(args, environment, taskset_fields):
 
 def _agent(vf, config):
     """The agent that the policy plays: the only one without its own client. Raises Mistake."""
-    agents = [
-        name for name, value in config if isinstance(value, vf.AgentConfig) and value.client is None
-    ]
+    agents = []
+    for name, value in config:
+        if isinstance(value, vf.AgentConfig) and value.client is None:
+            agents.append(name)
     if len(agents) != 1:
         raise Mistake(
             f"the policy would play {' and '.join(agents) or 'none'} of its agents: an episode "

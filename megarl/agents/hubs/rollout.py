@@ -357,10 +357,10 @@ class HubRollout(Player):
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
     ) -> list[EpisodeResult]:
         episodes, reports = await self._attempt(context, prompt, sampling, n)
-        return [
-            self._score(prompt, episode, report)
-            for episode, report in zip(episodes, reports, strict=True)
-        ]
+        results = []
+        for episode, report in zip(episodes, reports, strict=True):
+            results.append(self._score(prompt, episode, report))
+        return results
 
     async def _attempt(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
@@ -399,10 +399,10 @@ class HubRollout(Player):
             async with self._entering:
                 for _ in range(min(len(episodes), self.at_once)):
                     await context.enter_async_context(self._places)
-            accesses = [
-                await context.enter_async_context(self._endpoint.serving(episode, None))
-                for episode in episodes
-            ]
+            accesses = []
+            for episode in episodes:
+                serving = self._endpoint.serving(episode, None)
+                accesses.append(await context.enter_async_context(serving))
             request = {
                 "row": prompt.row,
                 "model": MODEL,

@@ -101,9 +101,10 @@ def page(report: dict[str, Any]) -> str:
         lines += ["", f"## {part['title']}: {part['status']}, {part['seconds']:.0f} s", ""]
         if part["error"]:
             lines += ["```", part["error"], "```", ""]
-        lines += table(
-            [{key: value for key, value in row.items() if key != "failed"} for row in part["rows"]]
-        )
+        rows = []
+        for row in part["rows"]:
+            rows.append({key: value for key, value in row.items() if key != "failed"})
+        lines += table(rows)
     return "\n".join(lines) + "\n"
 
 
@@ -117,10 +118,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         + " |",
         "|---" * len(columns) + "|",
     ]
-    return head + [
-        "| " + " | ".join(cell(column, row.get(column)) for column in columns) + " |"
-        for row in rows
-    ]
+    for row in rows:
+        cells = [cell(column, row.get(column)) for column in columns]
+        head.append(f"| {' | '.join(cells)} |")
+    return head
 
 
 def cell(column: str, value: Any) -> str:
@@ -325,7 +326,7 @@ def supervise(name: str, rehearse: bool, remaining_s: float = TOTAL_S) -> dict[s
                 process.wait()
         rows = []
         if rows_file.exists():
-            rows = [json.loads(line) for line in rows_file.read_text(encoding="utf-8").splitlines()]
+            rows = list(map(json.loads, rows_file.read_text(encoding="utf-8").splitlines()))
         last_words = ""
         if status != "ok":
             last_words = log.read_text(errors="replace", encoding="utf-8")

@@ -25,30 +25,24 @@ MODULES = (
 
 
 def run(bench: Bench) -> None:
-    bench.emit({"what": "nvcc", "note": str(find_nvcc() or "is not there")})
+    bench.row("nvcc", note=str(find_nvcc() or "is not there"))
     memory = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    bench.emit({"what": "free in /dev/shm, GB", "measured": memory / 1e9})
+    bench.row("free in /dev/shm, GB", measured=memory / 1e9)
     for finding in run_checks(node(bench.cuda)):
         if finding.state == LACKS:
-            bench.emit(
-                {
-                    "what": finding.what,
-                    "note": finding.found,
-                    "failed": f"{finding.what}: {finding.found}",
-                }
-            )
+            bench.row(finding.what, note=finding.found, failed=f"{finding.what}: {finding.found}")
     cpu_support.install()
     for module in MODULES:
         started_s = time.perf_counter()
         try:
             importlib.import_module(module)
         except Exception as error:  # whatever it is, the other modules are still of interest
-            bench.emit({"what": module, "failed": f"import {module}: {error!r}"})
+            bench.row(module, failed=f"import {module}: {error!r}")
         else:
-            bench.emit({"what": f"import {module}, s", "measured": time.perf_counter() - started_s})
+            bench.row(f"import {module}, s", measured=time.perf_counter() - started_s)
     if bench.cuda:
         shown = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,memory.used,compute_mode", "--format=csv,noheader"],
             capture_output=True,
         )
-        bench.emit({"what": "nvidia-smi", "note": shown.stdout.decode(errors="replace").strip()})
+        bench.row("nvidia-smi", note=shown.stdout.decode(errors="replace").strip())

@@ -297,34 +297,17 @@ def run(bench: Bench) -> None:
             check(bench.device, bench.toy)
         except Exception as error:  # the other checks still run
             problem = f"{type(error).__name__}: {error}"
-        bench.emit(
-            {
-                "what": name,
-                "by": "ours",
-                "result": "equal" if not problem else "WRONG",
-                "failed": problem,
-            }
-        )
+        bench.row(name, by="ours", result="equal" if not problem else "WRONG", failed=problem)
     ceiling = bench.copy_bytes_per_s()
-    bench.emit(
-        {
-            "what": "copy within the device: the ceiling",
-            "by": "torch",
-            "gb_per_s": ceiling / 1e9,
-            "fraction": 1.0,
-        }
+    bench.row(
+        "copy within the device: the ceiling", by="torch", gb_per_s=ceiling / 1e9, fraction=1.0
     )
     for make in (quantising, hashing, scoring):
         for task in make(bench):
             time_task(bench, task, ceiling)
     flops = bench.matmul_flops()
-    bench.emit(
-        {
-            "what": "matrix product, bf16: the ceiling",
-            "by": "torch",
-            "tflop_per_s": flops / 1e12,
-            "fraction": 1.0,
-        }
+    bench.row(
+        "matrix product, bf16: the ceiling", by="torch", tflop_per_s=flops / 1e12, fraction=1.0
     )
     from_hidden_states(bench, flops)
 

@@ -57,9 +57,9 @@ def missing(wheels, rehearse):
         problems.append(
             "no C compiler (cc, gcc or clang): Triton builds the launchers of its kernels with one"
         )
-    tags = {
-        tag for wheel in wheels for tag in re.findall(r"-cp(\d)(\d+)-cp", os.path.basename(wheel))
-    }
+    tags = set()
+    for wheel in wheels:
+        tags.update(re.findall(r"-cp(\d)(\d+)-cp", os.path.basename(wheel)))
     if tags and tuple(map(str, sys.version_info[:2])) not in tags:
         python_versions = ", ".join(f"{major}.{minor}" for major, minor in sorted(tags))
         problems.append(
@@ -71,12 +71,10 @@ def missing(wheels, rehearse):
 
 def main():
     arguments = sys.argv[1:]
-    wheels = [
-        os.path.join(KIT, piece, name)
-        for piece in PIECES
-        for name in listed(os.path.join(KIT, piece))
-        if name.endswith(".whl")
-    ]
+    wheels = []
+    for piece in PIECES:
+        folder = os.path.join(KIT, piece)
+        wheels += [os.path.join(folder, name) for name in listed(folder) if name.endswith(".whl")]
     missing_modules = []
     if CHECKOUT:
         missing_modules = [name for name in FROM_THE_KIT if not importable(name)]

@@ -161,7 +161,7 @@ def run(bench: Bench, name: str) -> None:
         card.report(planned)
         graphs(bench, loop, path.parent / "run")
         if problem:
-            bench.emit({"what": "the run", "failed": problem})
+            bench.row("the run", failed=problem)
 
 
 def config(bench: Bench, loop: LoopCase, folder: Path) -> dict[str, Any]:
@@ -292,20 +292,15 @@ def train(bench: Bench, loop: LoopCase, path: Path, card: CardMemory) -> str:
             steps = len(metrics(run_dir))
             if steps and first_step_s is None:
                 first_step_s = time.monotonic() - started_s
-                bench.emit(
-                    {
-                        "what": "from the start to the end of the first step, s",
-                        "measured": first_step_s,
-                    }
-                )
+                bench.row("from the start to the end of the first step, s", measured=first_step_s)
             if killed_s is None and loop.kill_at is not None and steps >= loop.kill_at:
                 engine = engine_of(process.pid)
                 os.kill(engine, signal.SIGKILL)
                 killed_s = time.monotonic()
-                bench.emit({"what": "engine killed after step", "measured": steps})
+                bench.row("engine killed after step", measured=steps)
             if time.monotonic() - bench.started_s > bench.deadline_s - REPORT_S:
                 return f"cut off at its deadline, after {steps} of {loop.steps} steps"
-        bench.emit({"what": "the whole run, s", "measured": time.monotonic() - started_s})
+        bench.row("the whole run, s", measured=time.monotonic() - started_s)
         if process.returncode == 0:
             return ""
         last_words = log.read_text(errors="replace", encoding="utf-8")[-LOG_CHARACTERS:]
@@ -332,7 +327,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
         return []
     # a line that is being written has no end yet
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    rows = [json.loads(line) for line in lines]
+    rows = list(map(json.loads, lines))
     return [row for row in rows if "time/step_s" in row]
 
 
@@ -340,34 +335,28 @@ def report(
     bench: Bench, loop: LoopCase, rows: Sequence[dict[str, Any]], planned: dict[str, Any]
 ) -> None:
     """Emits the figures of the steps that were done, and what is wrong with them."""
-    bench.emit({"what": "steps done", "measured": len(rows), "planned": loop.steps})
+    bench.row("steps done", measured=len(rows), planned=loop.steps)
     if not rows:
         return
     learning(bench, rows)
     agreement(bench, rows)
     updates(bench, rows)
-    settled = [
-        row for row in rows[WARM_UP:] if loop.kill_at is None or not restarts(row, loop.kill_at)
-    ] or rows
+    settled = rows[WARM_UP:]
+    if loop.kill_at is not None:
+        settled = [row for row in settled if not restarts(row, loop.kill_at)]
+    settled = settled or rows
     for key in ("step_s", "train_s", "generate_s", "sync_s"):
         seconds = median(row[f"time/{key}"] for row in settled)
-        bench.emit(
-            {"what": f"time/{key}, median", "measured": seconds, "planned": planned.get(key)}
-        )
-    bench.emit(
-        {
-            "what": "time/sync_pause_s, median",
-            "measured": median(row["time/sync_pause_s"] for row in settled),
-        }
+        bench.row(f"time/{key}, median", measured=seconds, planned=planned.get(key))
+    bench.row(
+        "time/sync_pause_s, median", measured=median(row["time/sync_pause_s"] for row in settled)
     )
-    bench.emit(
-        {"what": "tokens_per_s, median", "measured": median(row["tokens_per_s"] for row in settled)}
-    )
+    bench.row("tokens_per_s, median", measured=median(row["tokens_per_s"] for row in settled))
     for side, planned_gib in planned.get("marks_gib", {}).items():
         key = f"memory/{side}_gib"
         if any(key in row for row in rows):
             most = max(row.get(key, 0.0) for row in rows)
-            bench.emit({"what": f"{key}, largest", "measured": most, "planned": planned_gib})
+            bench.row(f"{key}, largest", measured=most, planned=planned_gib)
 
 
 def restarts(row: dict[str, Any], kill_at: int) -> bool:
@@ -388,9 +377,10 @@ def learning(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     if not is_learning:
         row["failed"] = f"the reward did not rise: from {first_quarter:.3f} to {last_quarter:.3f}"
     bench.emit(row)
-    odd = [
-        row["step"] for row in rows if not all(abs(row[key]) < 1e6 for key in ("loss", "grad_norm"))
-    ]
+    odd = []
+    for row in rows:
+        if not (abs(row["loss"]) < 1e6 and abs(row["grad_norm"]) < 1e6):  # NaN included
+            odd.append(row["step"])
     row = {"what": "gradient norm, median", "measured": median(row["grad_norm"] for row in rows)}
     if odd:
         row["failed"] = f"loss or gradient norm is not finite in steps {odd}"
@@ -401,7 +391,7 @@ def agreement(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
     """How far the log-probs of trainer and engine are apart under equal weights."""
     probes = [row for row in rows if "logprob/abs_diff_mean" in row]
     if not probes:
-        bench.emit({"what": "agreement of log-probs", "failed": "no step has a probe"})
+        bench.row("agreement of log-probs", failed="no step has a probe")
         return
     means = [row["logprob/abs_diff_mean"] for row in probes]
     limit = probes[-1]["logprob/limit"]
@@ -439,31 +429,23 @@ def updates(bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
         return
     seconds = median(written)
     ideal_s = 2 * size / bench.copy_bytes_per_s()
-    bench.emit(
-        {
-            "what": "update, GB/s",
-            "measured": size / seconds / 1e9,
-            "note": f"{size / 1e9:.3g} GB in {seconds * 1e3:.3g} ms",
-        }
+    bench.row(
+        "update, GB/s",
+        measured=size / seconds / 1e9,
+        note=f"{size / 1e9:.3g} GB in {seconds * 1e3:.3g} ms",
     )
-    bench.emit(
-        {
-            "what": "a copy of as many bytes within the device, GB/s",
-            "measured": size / ideal_s / 1e9,
-        }
-    )
-    bench.emit({"what": "update, of that copy", "fraction": ideal_s / seconds})
+    bench.row("a copy of as many bytes within the device, GB/s", measured=size / ideal_s / 1e9)
+    bench.row("update, of that copy", fraction=ideal_s / seconds)
 
 
 def graphs(bench: Bench, loop: LoopCase, run_dir: Path) -> None:
     """How many of the engine's decoding batches, as far as its log shows them, ran as CUDA
     graphs.
     """
-    text = "".join(
-        path.read_text(errors="replace", encoding="utf-8")
-        for path in sorted((run_dir / "logs").glob("*engine*"))
-    )
-    shown = re.findall(r"cuda graph: (True|False)", text)
+    shown = []
+    for path in sorted((run_dir / "logs").glob("*engine*")):
+        text = path.read_text(errors="replace", encoding="utf-8")
+        shown += re.findall(r"cuda graph: (True|False)", text)
     row: dict[str, Any] = {
         "what": "decoding batches in the engine's log with CUDA graphs",
         "measured": shown.count("True"),
@@ -485,7 +467,7 @@ class CardMemory:
 
     def _used_bytes(self) -> int:
         if not self._bench.cuda:
-            return sum(_resident(process) for process in psutil.Process().children(recursive=True))
+            return sum(map(_resident, psutil.Process().children(recursive=True)))
         free, total = torch.cuda.mem_get_info()
         return total - free
 

@@ -36,6 +36,9 @@ class Bench:
     deadline_s: float = math.inf  # the part is ended so long after `started_s`
     started_s: float = field(default_factory=time.monotonic)
 
+    def row(self, what: str, **values: Any) -> None:
+        self.emit({"what": what, **values})
+
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"

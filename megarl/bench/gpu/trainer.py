@@ -39,11 +39,9 @@ def run(bench: Bench, size: str) -> None:
     gpu = hardware(bench)
     planned = trainer_memory(spec, settings, DTYPE, gpu)
     if bench.cuda and planned.total > gpu.memory_gib * GIB:
-        bench.emit(
-            {
-                "what": f"not run: the planner says {planned.total / GIB:.1f} GiB, this GPU has "
-                f"{gpu.memory_gib:.1f} GiB"
-            }
+        bench.row(
+            f"not run: the planner says {planned.total / GIB:.1f} GiB, this GPU has "
+            f"{gpu.memory_gib:.1f} GiB"
         )
         return
     batch = sequences(bench, spec)
@@ -65,68 +63,43 @@ def run(bench: Bench, size: str) -> None:
             spec, TrainerTopology(), settings, DTYPE, seed=1, total_steps=100, timeout_s=60
         )
         fill(trainer)
-        bench.emit(
-            {
-                "what": f"{size}, {layer_spec()} spec, packed; sequences a step",
-                "measured": len(batch),
-            }
-        )
-        bench.emit({"what": "tokens a step", "measured": tokens(batch)})
+        bench.row(f"{size}, {layer_spec()} spec, packed; sequences a step", measured=len(batch))
+        bench.row("tokens a step", measured=tokens(batch))
         agree(bench, trainer, batch)
         seconds, loss, padded = train(bench, trainer, batch)
-        bench.emit({"what": "positions of padding", "measured": padded})
-        flops = 3 * sum(
-            len(sequence.token_ids) * flops_per_token(spec, len(sequence.token_ids))
-            for sequence in batch
-        )
-        bench.emit(
-            {
-                "what": "loss of the first step, a token",
-                "measured": loss,
-                "planned": float(np.log(spec.vocab_size)),
-            }
+        bench.row("positions of padding", measured=padded)
+        flops = step_flops(spec, batch)
+        bench.row(
+            "loss of the first step, a token", measured=loss, planned=float(np.log(spec.vocab_size))
         )
         step_s = TrainModel(spec, settings, DTYPE, Cluster(gpu, 1)).seconds(workload(batch)).total
-        bench.emit({"what": "training, s a step", "measured": seconds, "planned": step_s})
-        bench.emit(
-            {
-                "what": "training, tokens/s",
-                "measured": tokens(batch) / seconds,
-                "planned": tokens(batch) / step_s,
-            }
+        bench.row("training, s a step", measured=seconds, planned=step_s)
+        bench.row(
+            "training, tokens/s", measured=tokens(batch) / seconds, planned=tokens(batch) / step_s
         )
-        bench.emit(
-            {
-                "what": "model's TFLOP/s",
-                "measured": flops / seconds / 1e12,
-                "planned": flops / step_s / 1e12,
-            }
-        )
-        bench.emit(
-            {"what": "MFU, of the data sheet's peak", "fraction": flops / seconds / gpu.bf16_flops}
-        )
+        bench.row("model's TFLOP/s", measured=flops / seconds / 1e12, planned=flops / step_s / 1e12)
+        bench.row("MFU, of the data sheet's peak", fraction=flops / seconds / gpu.bf16_flops)
         memory(bench, gpu, planned)
         product = bench.matmul_flops()
-        bench.emit(
-            {
-                "what": "measured matrix product, TFLOP/s",
-                "measured": product / 1e12,
-                "planned": gpu.bf16_flops / 1e12,
-            }
+        bench.row(
+            "measured matrix product, TFLOP/s",
+            measured=product / 1e12,
+            planned=gpu.bf16_flops / 1e12,
         )
-        bench.emit(
-            {"what": "MFU, of the measured matrix product", "fraction": flops / seconds / product}
-        )
+        bench.row("MFU, of the measured matrix product", fraction=flops / seconds / product)
         started_s = time.perf_counter()
         trainer.token_logprobs(batch)
         bench.wait()
-        bench.emit(
-            {
-                "what": "scoring, tokens/s",
-                "measured": tokens(batch) / (time.perf_counter() - started_s),
-            }
-        )
+        bench.row("scoring, tokens/s", measured=tokens(batch) / (time.perf_counter() - started_s))
         shutdown_distributed()
+
+
+def step_flops(spec: ModelSpec, batch: list[TrainSequence]) -> float:
+    flops = 0.0
+    for sequence in batch:
+        length = len(sequence.token_ids)
+        flops += 3 * length * flops_per_token(spec, length)
+    return flops
 
 
 def hardware(bench: Bench) -> Gpu:
@@ -255,35 +228,17 @@ def memory(bench: Bench, gpu: Gpu, planned) -> None:
     parts = {name: value for name, value in vars(planned).items() if name != "runtime"}
     detail = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     if not bench.cuda:
-        bench.emit(
-            {
-                "what": "tensors at their peak, GiB",
-                "planned": sum(parts.values()) / GIB,
-                "note": detail,
-            }
-        )
+        bench.row("tensors at their peak, GiB", planned=sum(parts.values()) / GIB, note=detail)
         return
     free, total = torch.cuda.mem_get_info()
     allocated = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.memory_reserved()
-    bench.emit(
-        {
-            "what": "tensors at their peak, GiB",
-            "measured": allocated / GIB,
-            "planned": sum(parts.values()) / GIB,
-            "note": detail,
-        }
+    bench.row(
+        "tensors at their peak, GiB",
+        measured=allocated / GIB,
+        planned=sum(parts.values()) / GIB,
+        note=detail,
     )
-    bench.emit(
-        {"what": "held by the allocator, GiB", "measured": torch.cuda.max_memory_reserved() / GIB}
-    )
-    bench.emit(
-        {
-            "what": "runtime, GiB",
-            "measured": (total - free - reserved) / GIB,
-            "planned": gpu.runtime_gib,
-        }
-    )
-    bench.emit(
-        {"what": "this GPU's memory, GiB", "measured": total / GIB, "planned": gpu.memory_gib}
-    )
+    bench.row("held by the allocator, GiB", measured=torch.cuda.max_memory_reserved() / GIB)
+    bench.row("runtime, GiB", measured=(total - free - reserved) / GIB, planned=gpu.runtime_gib)
+    bench.row("this GPU's memory, GiB", measured=total / GIB, planned=gpu.memory_gib)

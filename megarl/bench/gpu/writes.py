@@ -66,12 +66,7 @@ def run(bench: Bench, format: str) -> None:
         report = write(True)
         # raises AuditError
         compare([packed(engine.ask("hashes"))], [packed_shares(report.shares)], SentTensors(map))
-        bench.emit(
-            {
-                "what": f"audit of {len(endpoint.tensors)} tensors by {kind}",
-                "note": "every byte as sent",
-            }
-        )
+        bench.row(f"audit of {len(endpoint.tensors)} tensors by {kind}", note="every byte as sent")
         differing_names = unlike(
             engine.ask("hashes"), expected(spec, destination, map, weights, quantization)
         )
@@ -143,6 +138,5 @@ def expected(
 
 def unlike(hashes: dict[str, int], tensors: dict[str, torch.Tensor]) -> list[str]:
     assert hashes.keys() == tensors.keys()
-    return [
-        name for name, tensor_hash in hash_tensors(tensors).items() if tensor_hash != hashes[name]
-    ]
+    current = hash_tensors(tensors)
+    return [name for name in current if current[name] != hashes[name]]

@@ -112,16 +112,17 @@ def sample_problems(
     episode_count = len(episodes(samples))
     if episode_count != n:
         return [f"it must return {n} samples, not {episode_count}"]
-    problems = [
-        f"sample {i}: {problem}"
-        for i, sample in enumerate(samples)
-        for problem in _problems(sample, max_tokens, vocab_size, replayed)
-    ]
-    if not problems and any(
-        sample.reward != branches[0].reward for branches in episodes(samples) for sample in branches
-    ):
+    problems = []
+    for i, sample in enumerate(samples):
+        for problem in _problems(sample, max_tokens, vocab_size, replayed):
+            problems.append(f"sample {i}: {problem}")
+    if not problems and not all(map(_have_one_reward, episodes(samples))):
         problems.append("the branches of an episode must have the same reward")
     return problems
+
+
+def _have_one_reward(branches: Sequence[Sample]) -> bool:
+    return all(sample.reward == branches[0].reward for sample in branches)
 
 
 def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) -> list[str]:
@@ -132,11 +133,10 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
         "policy_mask": sample.policy_mask or sample.token_ids,
     }
     arrays["kept"] = sample.token_ids if sample.kept is None else sample.kept
-    problems = [
-        f"{length} token ids, but {len(values)} {name}"
-        for name, values in arrays.items()
-        if len(values) != length
-    ]
+    problems = []
+    for name, values in arrays.items():
+        if len(values) != length:
+            problems.append(f"{length} token ids, but {len(values)} {name}")
     if sample.finish_reason == UNANSWERED:
         problems += [f"{length} tokens, though finish_reason={UNANSWERED}"] if length else []
     elif not (view(sample.policy_mask).any() if sample.policy_mask else length):

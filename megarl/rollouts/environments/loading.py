@@ -48,21 +48,16 @@ def check_arguments(
     hints = typing.get_type_hints(
         function.__init__ if inspect.isclass(function) else function, include_extras=True
     )
-    problems = [
-        f"{setting}: its argument {name} has no type annotation"
-        for name in keywords
-        if name not in hints
-    ]
-    problems += [
-        _unknown(str(name), keywords, f"{key}.{name}={value}")
-        for name, value in arguments.items()
-        if name not in keywords
-    ]
-    problems += [
-        f"{key}.{name}: must be set"
-        for name, p in keywords.items()
-        if p.default is p.empty and name not in arguments
-    ]
+    problems = []
+    for name in keywords:
+        if name not in hints:
+            problems.append(f"{setting}: its argument {name} has no type annotation")
+    for name, value in arguments.items():
+        if name not in keywords:
+            problems.append(_unknown(str(name), keywords, f"{key}.{name}={value}"))
+    for name, p in keywords.items():
+        if p.default is p.empty and name not in arguments:
+            problems.append(f"{key}.{name}: must be set")
     converted = {}
     for name in keywords.keys() & arguments.keys() & hints.keys():
         try:

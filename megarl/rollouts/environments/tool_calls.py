@@ -53,11 +53,11 @@ class ToolCalls:
         self._tokenizer = tokenizer
         marks = {"call_open": call_open, "call_close": call_close}
         ids = {name: tokenizer.token_id(text) for name, text in marks.items()}
-        problems = [
-            f"rollout.args.{name}={marks[name]}: must be one token of {tokenizer.source}"
-            for name in ids
-            if ids[name] is None
-        ]
+        problems = []
+        for name, token in ids.items():
+            if token is None:
+                setting = f"rollout.args.{name}={marks[name]}"
+                problems.append(f"{setting}: must be one token of {tokenizer.source}")
         if result.count("{result}") != 1:
             problems.append(f"rollout.args.result={result}: must contain {{result}} once")
         if problems:

@@ -166,7 +166,7 @@ class EngineWorker:
         """The draft model's own parameters, without the shared embedding and output layer."""
         if self.draft is None:
             return {}
-        shared = {id(parameter) for parameter in model.parameters()}
+        shared = set(map(id, model.parameters()))
         result = {}
         for name, parameter in self.draft.named_parameters():
             if id(parameter) not in shared:
@@ -246,13 +246,8 @@ class EngineWorker:
             if command.changes_to >= 0:
                 memory.receive_changes(tensors, command.changes_to)
             else:
-                memory.receive(
-                    {
-                        name: values
-                        for name, values in tensors.items()
-                        if self.in_pool(name) or not command.adapters
-                    }
-                )
+                names = filter(self.in_pool, tensors) if command.adapters else tensors
+                memory.receive({name: tensors[name] for name in names})
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
         for memory in self.opened.values():
@@ -268,17 +263,11 @@ class EngineWorker:
             self.relay_transport = PairwiseTransport(
                 AUTO, self.host, self.rank, command.timeout_s, may_lose=True
             )
-            self.relay_transport.connect(
-                [
-                    endpoint
-                    for endpoint in decode_endpoints(command.endpoints)
-                    if endpoint.rank in reached
-                ]
-            )
-            passed_on = {relay.tensor for relay in self.relays}
-            self.relay_transport.prepare(
-                values for name, values in self.tensors(parameters).items() if name in passed_on
-            )
+            endpoints = decode_endpoints(command.endpoints)
+            self.relay_transport.connect([way for way in endpoints if way.rank in reached])
+            tensors = self.tensors(parameters)
+            passed_on = dict.fromkeys(relay.tensor for relay in self.relays)
+            self.relay_transport.prepare([tensors[name] for name in passed_on])
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
         """Hashes whole tensors, even after an update of changes only: a worker whose memory is
@@ -345,7 +334,7 @@ class EngineWorker:
         self.since = command.version
         return AuditResult(digest_of_hashes(packed(hashes)), changes, high_water_bytes())
 
-    def hashes(self, parameters: Parameters, command: commands.Hashes) -> bytes:
+    def hashes(self, parameters: Parameters, command: commands.SendHashes) -> bytes:
         return packed(self.audited)
 
     def finish(
@@ -382,7 +371,7 @@ _HANDLERS: dict[type, Callable[[EngineWorker, Parameters, Any], Any]] = {
     commands.Inventory: EngineWorker.inventory,
     Recall: EngineWorker.recall,
     Audit: EngineWorker.audit,
-    commands.Hashes: EngineWorker.hashes,
+    commands.SendHashes: EngineWorker.hashes,
     commands.EmptyCache: lambda worker, parameters, command: None,
 }
 
@@ -434,7 +423,7 @@ def build(
     construct: Callable[..., torch.nn.Module], *arguments: Any, **options: Any
 ) -> torch.nn.Module:
     """Runs around the construction of a model, before its weights are loaded."""
-    earlier_tensors = [weakref.ref(values) for values in live_tensors()]
+    earlier_tensors = list(map(weakref.ref, live_tensors()))
     model = construct(*arguments, **options)
     with torch.device("cpu"):  # otherwise new tensors would be on the model's device
         _worker.built = BuiltModel(model, earlier_tensors)

@@ -77,8 +77,7 @@ class BuiltModel:
         self, model: torch.nn.Module, earlier_tensors: Iterable[weakref.ref[torch.Tensor]]
     ):
         self.model = weakref.ref(model)
-        tensors = {name: values for name, values, _ in _tensors(model)}
-        self.prints = prints(model.parameters(), tensors)
+        self.prints = prints(model.parameters(), _named_tensors(model))
         self._before = list(earlier_tensors)
         self._outside = [
             (weakref.ref(values), prints(model.parameters(), {"": values}))
@@ -94,31 +93,26 @@ class BuiltModel:
         if outside_tensors:
             del outside_tensors
             gc.collect()  # loading may leave tensors without references
-        states = [(values, state) for ref, state in self._outside if (values := ref()) is not None]
+        built = [(ref(), state) for ref, state in self._outside]  # alive, so that ids are unique
+        states = {id(values): state for values, state in built}
         for values in self._tensors_outside(model):
-            yield (
-                values,
-                any(
-                    values is tensor and prints(model.parameters(), {"": values}) == state
-                    for tensor, state in states
-                ),
-            )
+            state = states.get(id(values))
+            is_unchanged = state is not None and prints(model.parameters(), {"": values}) == state
+            yield values, is_unchanged
 
     def _tensors_outside(self, model: torch.nn.Module) -> list[torch.Tensor]:
-        earlier_tensors = [
-            values for ref in self._before if (values := ref()) is not None and _lies_here(values)
-        ]
-        inside = (values for _, values, _ in _tensors(model))
-        memory = _Memory(
-            tensor
-            for tensors in (earlier_tensors, inside, model.parameters())
-            for tensor in tensors
-        )
-        return [
-            values
-            for values in live_tensors()
-            if _lies_here(values) and values.numel() and not memory.holds(values)
-        ]
+        inside: list[torch.Tensor] = list(model.parameters())
+        for ref in self._before:
+            values = ref()
+            if values is not None and _lies_here(values):
+                inside.append(values)
+        inside += _named_tensors(model).values()
+        memory = _Memory(inside)
+        result = []
+        for values in live_tensors():
+            if _lies_here(values) and values.numel() and not memory.holds(values):
+                result.append(values)
+        return result
 
 
 def live_tensors() -> list[torch.Tensor]:
@@ -145,11 +139,11 @@ class MemoryWatch:
         self, model: torch.nn.Module, built: BuiltModel | None = None, dummy: bool = False
     ):
         self.model = model
-        tensors = {name: values for name, values, _ in _tensors(model)}
+        tensors = _named_tensors(model)
         self._names = set(tensors)
         self._written = list[torch.Tensor]()
         self._slot = 0
-        self._regions_so_far = {_region(values) for values in tensors.values()}
+        self._regions_so_far = set(map(_region, tensors.values()))
         current = prints(model.parameters(), tensors)
         built_prints = built.prints if built else {}
         unchanged_regions = set()
@@ -158,28 +152,22 @@ class MemoryWatch:
                 unchanged_regions.add(_region(values))
         saved_names = model.state_dict().keys() if dummy else set[str]()
         changed_tensors = {}
+        self._changed_regions: set[Region] = set()
         for name, values in tensors.items():
             if name in saved_names or _region(values) not in unchanged_regions:
                 changed_tensors[name] = values
-        self._changed_regions = {
-            _region(values)
-            for name, values in changed_tensors.items()
-            if current[name].hash is not None
-        }
-        # moved or cast later
-        self._changed_names = {
-            name
-            for name, values in changed_tensors.items()
-            if _region(values) in self._changed_regions
-        }
+                if current[name].hash is not None:
+                    self._changed_regions.add(_region(values))
+        self._changed_names: set[str] = set()  # they may be moved or cast later
+        for name, values in changed_tensors.items():
+            if _region(values) in self._changed_regions:
+                self._changed_names.add(name)
         self.remade: set[str] = set()  # tensors that the post-load work of an update makes again
         self.moved: set[str] = set()  # among these, tensors that it has moved
+        self.outside: list[tuple[weakref.ref[torch.Tensor], bool]] = []
         if built:
-            self.outside = [
-                (weakref.ref(values), is_unchanged) for values, is_unchanged in built.outside(model)
-            ]
-        else:
-            self.outside = []
+            for values, is_unchanged in built.outside(model):
+                self.outside.append((weakref.ref(values), is_unchanged))
         # state of each at the last audit, or after later post-load work
         self._states: dict[str, Print] = {}
         self._casts: dict[str, list[Print]] = {}  # states that each may be cast to
@@ -193,7 +181,7 @@ class MemoryWatch:
         wrappers count as made by loading, since they may depend on weights. Integers are indices of
         an output.
         """
-        tensors = {name: values for name, values, _ in _tensors(self.model)}
+        tensors = _named_tensors(self.model)
         self._names = set(tensors)
         self._written = [*pool]
         self._slot = slot
@@ -201,11 +189,9 @@ class MemoryWatch:
         for name, values in tensors.items():
             if values.is_floating_point() and _region(values) not in self._regions_so_far:
                 new[name] = values
-        self._changed_regions |= {
-            _region(new[name])
-            for name, state in self._prints(new).items()
-            if state.hash is not None
-        }
+        for name, state in self._prints(new).items():
+            if state.hash is not None:
+                self._changed_regions.add(_region(new[name]))
 
     def start(self) -> None:
         """Records the current state. Further calls do nothing."""
@@ -217,15 +203,10 @@ class MemoryWatch:
         for name, values in tensors.items():
             if self._states[name].hash is not None:
                 watched[_region(values)] = values.nbytes
+            if values.dtype == torch.float32:
+                self._casts[name] = [_print(values.to(dtype)) for dtype in CAST_TO]
         self.count = len(watched)
         self.nbytes = sum(watched.values())
-        single = {}
-        for name, values in tensors.items():
-            if values.dtype == torch.float32:
-                single[name] = values
-        self._casts = {
-            name: [_cast(values, dtype) for dtype in CAST_TO] for name, values in single.items()
-        }
 
     def changed(self) -> list[str]:
         """Names of the tensors that have changed: values, shape, dtype, or whether they share a
@@ -253,28 +234,22 @@ class MemoryWatch:
             return
         places = {name: _MemoryPosition(values) for name, values, _ in _tensors(self.model)}
         yield
-        tensors = {name: values for name, values, _ in _tensors(self.model)}
+        tensors = _named_tensors(self.model)
         self._names |= tensors.keys() - places.keys()
-        touched = set()
-        for name, values in tensors.items():
-            if name not in places or places[name].is_rewritten(values):
-                touched.add(name)
-        self.remade |= touched
-        self.moved |= {
-            name
-            for name in touched & places.keys()
-            if places[name].address != tensors[name].data_ptr()
-        }
-        # torch does not count writes to inference tensors
         rewritten = {}
         for name, values in tensors.items():
-            if name in self._names and (name in touched or values.is_inference()):
+            place = places.get(name)
+            is_touched = place is None or place.is_rewritten(values)
+            if is_touched:
+                self.remade.add(name)
+            if place is not None and is_touched and place.address != values.data_ptr():
+                self.moved.add(name)
+            # torch does not count writes to inference tensors
+            if name in self._names and (is_touched or values.is_inference()):
                 rewritten[name] = values
-        remaining = {}
-        for name, state in self._states.items():
-            if name in tensors:
-                remaining[name] = state
-        self._states = {**remaining, **self._prints(rewritten)}
+        for name in self._states.keys() - tensors.keys():
+            del self._states[name]
+        self._states |= self._prints(rewritten)
 
     def all(self) -> Iterator[tuple[str, torch.Tensor, Print | None]]:
         """Yields (name, tensor, its state if it is watched) for every tensor of the model except
@@ -368,11 +343,11 @@ def _grown(
     holder = dict(model.named_modules()).get(name.rpartition(".")[0])
     if name not in built_prints or not type(holder).__module__.startswith(ROTARY):
         return False
-    first_rows = values[: built_prints[name].shape[0]]
-    return (
-        Print(first_rows.dtype, tuple(first_rows.shape), hash_tensor(first_rows))
-        == built_prints[name]
-    )
+    return _print(values[: built_prints[name].shape[0]]) == built_prints[name]
+
+
+def _print(values: torch.Tensor) -> Print:
+    return Print(values.dtype, tuple(values.shape), hash_tensor(values))
 
 
 class _Memory:
@@ -408,6 +383,10 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, tuple[
                 yield from _inside(
                     _joined(name, attribute), value, (type(module).__name__, attribute), visited
                 )
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: values for name, values, _ in _tensors(model)}
 
 
 def _inside(
@@ -453,12 +432,11 @@ def _region(values: torch.Tensor) -> Region:
 
 def _span(values: torch.Tensor) -> tuple[int, int]:
     """The addresses of the tensor's first byte and one past its last."""
+    reach = 0
     if values.numel():
-        reach = (
-            sum((extent - 1) * stride for extent, stride in zip(values.shape, values.stride())) + 1
-        )
-    else:
-        reach = 0
+        reach = 1
+        for extent, stride in zip(values.shape, values.stride()):
+            reach += (extent - 1) * stride
     return values.data_ptr(), values.data_ptr() + reach * values.itemsize
 
 
@@ -486,10 +464,6 @@ class _MemoryPosition:
         return values.data_ptr(), None if values.is_inference() else values._version
 
 
-def _cast(values: torch.Tensor, dtype: torch.dtype) -> Print:
-    return Print(dtype, tuple(values.shape), hash_tensor(values.to(dtype)))
-
-
 def inventory(watch: MemoryWatch) -> list[MemoryEntry]:
     """All memory of the model.
 
@@ -498,19 +472,15 @@ def inventory(watch: MemoryWatch) -> list[MemoryEntry]:
     """
     entries: dict[tuple, MemoryEntry] = {}
     for entry, values in _entries_with_values(watch):
-        entries.setdefault(
-            (values.data_ptr(), entry.shape, values.stride(), entry.dtype)
-            if values.numel()
-            else (entry.name,),
-            entry,
-        )
+        region = _region(values) if values.numel() else (entry.name,)
+        entries.setdefault(region, entry)
     return list(entries.values())
 
 
 def _entries_with_values(watch: MemoryWatch) -> Iterator[tuple[MemoryEntry, torch.Tensor]]:
     for name, values in parameters_of(watch.model).items():
         yield _entry(name, values, WRITTEN), values
-    replaced = {id(parameter) for parameter in out_of_use(watch.model).values()}
+    replaced = set(map(id, out_of_use(watch.model).values()))
     for name, values, state in watch.all():
         if state is None:
             yield _entry(name, values, WORKING, "made by forward passes"), values
@@ -526,30 +496,20 @@ def _entries_with_values(watch: MemoryWatch) -> Iterator[tuple[MemoryEntry, torc
         elif id(values) in replaced or watch.unproven(name, values):
             yield _entry(name, values, UNPROVEN, LOADING), values
         elif name in watch.moved and values.is_cuda:
-            yield (
-                _entry(
-                    name,
-                    values,
-                    UNPROVEN,
-                    "post-load work moves it, and CUDA graphs still read the old place",
-                ),
-                values,
-            )
+            detail = "post-load work moves it, and CUDA graphs still read the old place"
+            yield _entry(name, values, UNPROVEN, detail), values
         elif name in watch.remade:
             yield _entry(name, values, DERIVED, "made by post-load work"), values
         else:
             yield _entry(name, values, CONSTANT, f"{state.hash:016x}"), values
     for number, (ref, as_built) in enumerate(watch.outside):
         values = ref()
-        if values is not None:
-            if as_built:
-                kind, origin = (OUTSIDE, "made before weights were loaded")
-            else:
-                kind, origin = (UNPROVEN_OUTSIDE, LOADING)
-            yield (
-                _entry(f"outside the model, {number}", values, kind, origin + _holder(values)),
-                values,
-            )
+        if values is None:
+            continue
+        name = f"outside the model, {number}"
+        origin = "made before weights were loaded" if as_built else LOADING
+        kind = OUTSIDE if as_built else UNPROVEN_OUTSIDE
+        yield _entry(name, values, kind, origin + _holder(values)), values
 
 
 def _entry(name: str, values: torch.Tensor, kind: str, detail: str = "") -> MemoryEntry:

@@ -195,9 +195,8 @@ def pack(endpoint: Endpoint, known_digest: bytes = b"") -> PackedEndpoint:
 def unpack(packed: PackedEndpoint, forms: Sequence[Form]) -> Endpoint:
     offsets = np.frombuffer(packed.offsets, np.int64).tolist()
     allocations = np.frombuffer(packed.allocations, np.int32).tolist() or [0] * len(offsets)
-    places = zip(forms, offsets, allocations, strict=True)
     tensors = []
-    for form, *place in places:
+    for form, *place in zip(forms, offsets, allocations, strict=True):
         tensors.append(RemoteTensor(form.name, form.shape, form.dtype, form.strides, *place))
     return msgspec.structs.replace(packed.endpoint, tensors=tensors)
 
@@ -219,16 +218,11 @@ def decode_endpoints(ways: bytes) -> list[Endpoint]:
     if not ways:
         return []
     table = _decode_ways(ways)
-    with_members = []
-    for form_index, members_index, packed in table.endpoints:
-        with_members.append(
-            (form_index, packed, table.members[members_index] if members_index >= 0 else None)
-        )
     result: list[Endpoint] = []
-    for form_index, packed, members in with_members:
-        result.append(
-            msgspec.structs.replace(unpack(packed, table.forms[form_index]), members=members)
-        )
+    for form_index, members_index, packed in table.endpoints:
+        members = table.members[members_index] if members_index >= 0 else None
+        endpoint = unpack(packed, table.forms[form_index])
+        result.append(msgspec.structs.replace(endpoint, members=members))
     return result
 
 
@@ -238,14 +232,14 @@ class Endpoints:
     def __init__(self, packed: Sequence[PackedEndpoint], forms: Mapping[bytes, Sequence[Form]]):
         """`forms`: digest -> forms that the workers did not send."""
         self.packed = list(packed)
-        self._forms = {
-            **forms,
-            **{endpoint.digest: endpoint.forms for endpoint in packed if endpoint.forms},
-        }
-        self._encoded = {
-            digest: [msgspec.Raw(_encode(form)) for form in self._forms[digest]]
-            for digest in {endpoint.digest for endpoint in packed}
-        }
+        self._forms = dict(forms)
+        self._encoded: dict[bytes, list[msgspec.Raw]] = {}
+        for endpoint in packed:
+            digest = endpoint.digest
+            if endpoint.forms:
+                self._forms[digest] = endpoint.forms
+            if digest not in self._encoded:
+                self._encoded[digest] = [msgspec.Raw(_encode(form)) for form in self._forms[digest]]
         self._numbers: dict[bytes, dict[str, int]] = {}  # digest -> name -> its number
         self._offsets = [np.frombuffer(endpoint.offsets, np.int64) for endpoint in packed]
         self._allocations = [np.frombuffer(endpoint.allocations, np.int32) for endpoint in packed]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 import socket
 from collections import Counter, defaultdict
@@ -60,14 +61,9 @@ class Pairs:
     @classmethod
     def of(cls, kinds: Sequence[Sequence[str]]) -> Pairs:
         """Makes the pairs from the kind of each, [generator rank][trainer rank]."""
-        in_use = tuple(dict.fromkeys(kind for of_generator in kinds for kind in of_generator))
-        return cls(
-            in_use,
-            np.array(
-                [[in_use.index(kind) for kind in of_generator] for of_generator in kinds],
-                dtype=np.int8,
-            ),
-        )
+        in_use = tuple(dict.fromkeys(itertools.chain.from_iterable(kinds)))
+        table = [list(map(in_use.index, of_generator)) for of_generator in kinds]
+        return cls(in_use, np.array(table, dtype=np.int8))
 
     def trainers(self, kind: str) -> list[Collection[int]]:
         """[generator rank] the trainer ranks that write to it by `kind`.
@@ -80,13 +76,12 @@ class Pairs:
         else:
             is_kind = np.zeros((generators, trainers), dtype=bool)
         collections: dict[bytes, Collection[int]] = {trainers * b"\1": range(trainers)}
-        rows = [(row.tobytes(), row) for row in is_kind]
         result: list[Collection[int]] = []
-        for key, row in rows:
-            result.append(
-                collections.get(key)
-                or collections.setdefault(key, frozenset(np.flatnonzero(row).tolist()))
-            )
+        for row in is_kind:
+            key = row.tobytes()
+            if key not in collections:
+                collections[key] = frozenset(np.flatnonzero(row).tolist())
+            result.append(collections[key])
         return result
 
 
@@ -159,12 +154,15 @@ def this_host() -> Host:
     If torch has CUDA, `cuda` is true, since parameters are then on a GPU.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    facts: list[str] = []
+    for kind in TABLE:
+        facts += transport_class(kind).found_here()
     return Host(
         memory=f"{boot} {os.readlink('/proc/self/ns/pid')} shm:[{os.stat('/dev/shm').st_dev}]",
         network=f"{boot} {os.readlink('/proc/self/ns/net')}",
         name=socket.gethostname(),
         cuda=torch.cuda.is_available(),
-        has=tuple(fact for kind in TABLE for fact in transport_class(kind).found_here()),
+        has=tuple(facts),
     )
 
 
@@ -175,13 +173,14 @@ def transport_between(setting: str, trainer: Host, generator: Host) -> str:
     Raises UnservedPair if `setting` does not work between these two, and ConfigError as
     `transport_class` does.
     """
+    near = on_one_host(trainer, generator)
     works = []
     for kind in TABLE:
-        if not transport_class(kind).hindrance(trainer, generator):
+        transport = transport_class(kind)
+        if not transport.hindrance(trainer, generator):
             works.append(kind)
-    if setting == AUTO:
-        near = on_one_host(trainer, generator)
-        return next(kind for kind in works if near or not transport_class(kind).same_host)
+            if setting == AUTO and (near or not transport.same_host):
+                return kind
     hindrance = transport_class(setting).hindrance(trainer, generator)
     if hindrance:
         raise UnservedPair(f"{hindrance}; between them work {', '.join(works)}")
@@ -210,12 +209,13 @@ def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence
                 try:
                     kind = transport_between(setting, trainer, generator)
                 except UnservedPair as error:
-                    ranks = (
-                        f"trainer rank {trainer_of.tolist().index(t)} on {trainer.name} and "
-                        "generator rank"
-                    )
-                    ranks = f"{ranks} {generator_of.tolist().index(g)} on {generator.name}"
-                    raise ConfigError(f"weights.transport={setting}: {ranks} {error}") from error
+                    trainer_rank = trainer_of.tolist().index(t)
+                    generator_rank = generator_of.tolist().index(g)
+                    raise ConfigError(
+                        f"weights.transport={setting}: trainer rank {trainer_rank} on "
+                        f"{trainer.name} and generator rank {generator_rank} on {generator.name} "
+                        f"{error}"
+                    ) from error
                 transport_of_pair[pair_kind] = kinds.setdefault(kind, len(kinds))
             table[g, t] = transport_of_pair[pair_kind]
     return Pairs(tuple(kinds), table[generator_of][:, trainer_of])
@@ -224,9 +224,8 @@ def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence
 def _numbered(hosts: Sequence[Host]) -> tuple[np.ndarray, list[Host]]:
     """(number of each rank's host, hosts by number)."""
     numbers: dict[Host, int] = {}
-    return np.array(
-        [numbers.setdefault(host, len(numbers)) for host in hosts], dtype=np.int64
-    ), list(numbers)
+    number_of_rank = [numbers.setdefault(host, len(numbers)) for host in hosts]
+    return np.array(number_of_rank, dtype=np.int64), list(numbers)
 
 
 def on_one_host(first: Host, second: Host) -> bool:
@@ -235,15 +234,11 @@ def on_one_host(first: Host, second: Host) -> bool:
 
 def describe_pairs(pairs: Pairs) -> str:
     """The number of pairs of ranks with each transport, as a text for logs."""
-    counts = Counter(
-        dict(
-            zip(pairs.kinds, np.bincount(pairs.table.ravel(), minlength=len(pairs.kinds)).tolist())
-        )
-    )
-    return ", ".join(
-        f"{kind} for {count} of {counts.total()} pairs of ranks"
-        for kind, count in counts.most_common()
-    )
+    counts = np.bincount(pairs.table.ravel(), minlength=len(pairs.kinds)).tolist()
+    texts = []
+    for kind, count in Counter(dict(zip(pairs.kinds, counts))).most_common():
+        texts.append(f"{kind} for {count} of {pairs.table.size} pairs of ranks")
+    return ", ".join(texts)
 
 
 class PairwiseTransport:

@@ -148,7 +148,7 @@ class CudaIpcTransport(SharedMemoryTransport):
         If its process has ended, they are on the meta device, and `Owners.check` raises.
         """
         try:
-            storages = [self._memory.open(allocation) for allocation in endpoint.allocations]
+            storages = list(map(self._memory.open, endpoint.allocations))
         except RuntimeError as error:
             if file_at(endpoint.address) is None:
                 storages = []

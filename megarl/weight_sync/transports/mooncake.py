@@ -72,23 +72,14 @@ def inboxes(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> dic
     """The fields of an Offer for changes: the boxes that may come as changes, and the sizes of
     inboxes; none without `map`.
     """
-    if map is not None:
-        copies = []
-        for copy in map.writes_to(rank):
-            if copy.source_rank in trainers:
-                copies.append(copy)
-    else:
-        copies = []
     sizes: dict[int, int] = {}
-    for copy in copies:
-        sizes[copy.source_rank] = (
-            sizes.get(copy.source_rank, HEADER_BYTES) + SMALL_BYTES + int(copy.bytes * INBOX_SHARE)
-        )
     incoming = []
-    for copy in copies:
-        incoming.append(
-            Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, 0)
-        )
+    for copy in map.writes_to(rank) if map is not None else ():
+        source = copy.source_rank
+        if source in trainers:
+            size = SMALL_BYTES + int(copy.bytes * INBOX_SHARE)
+            sizes[source] = sizes.get(source, HEADER_BYTES) + size
+            incoming.append(Incoming(source, copy.destination_tensor, copy.destination_box, 0))
     return {"incoming": incoming, "inboxes": list(sizes.items())}
 
 
@@ -129,11 +120,8 @@ def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
     if shape:
-        return (
-            tuple(i)
-            for i in torch.cartesian_prod(*map(torch.arange, shape))
-            .reshape(-1, len(shape))
-            .tolist()
+        return map(
+            tuple, torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist()
         )
     return iter([()])
 
@@ -152,27 +140,25 @@ class MooncakeMemory(Memory):
             box.numel * self._tensors[name].itemsize for name, box in self._landing
         )
         self._memory = landing_memory(max(1, total), next(iter(self._tensors.values())).device)
-        storages = [tensor.untyped_storage() for tensor in self._tensors.values()] + [
-            self._memory.untyped_storage()
-        ]
         starts, total = aligned_offsets(size for _, size in offer.inboxes)
         self._inboxes = dict(zip((trainer for trainer, _ in offer.inboxes), starts))
         self._incoming = offer.incoming
         self._changes = torch.empty(
             max(1, total), dtype=torch.uint8, pin_memory=self._memory.is_cuda
         )
-        storages.append(self._changes.untyped_storage())
-        blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        blocks = {}
+        for tensor in [*self._tensors.values(), self._memory, self._changes]:
+            storage = tensor.untyped_storage()
+            blocks[storage.data_ptr()] = storage.nbytes()
         register(engine, list(blocks.items()))
         self._engine = engine
         base = min(blocks)
         tensors = []
         for name, values in self._tensors.items():
             tensors.append(describe(name, values, values.data_ptr() - base))
-        begins = [self._memory.data_ptr() + offset - base for offset in self._offsets]
         landings = []
-        for (name, box), begin in zip(self._landing, begins):
-            landings.append(Landing(name, box.start, begin))
+        for (name, box), offset in zip(self._landing, self._offsets):
+            landings.append(Landing(name, box.start, self._memory.data_ptr() + offset - base))
         first = self._changes.data_ptr() - base
         inboxes = []
         for (trainer, size), start in zip(offer.inboxes, starts):
@@ -217,11 +203,12 @@ class MooncakeTransport(Transport):
 
     @staticmethod
     def found_here() -> tuple[str, ...]:
-        return tuple(
-            name
-            for name, is_present in ((IMPORTS, imports()), (INFINIBAND, has_infiniband()))
-            if is_present
-        )
+        facts = []
+        if imports():
+            facts.append(IMPORTS)
+        if has_infiniband():
+            facts.append(INFINIBAND)
+        return tuple(facts)
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
@@ -265,20 +252,20 @@ class MooncakeTransport(Transport):
         self._failures: dict[int, str] = {}  # generator rank -> failure; nothing more is sent there
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        self._peers = {endpoint.rank: address_parts(endpoint.address) for endpoint in endpoints}
-        self._tensors = {
-            endpoint.rank: {tensor.name: tensor for tensor in endpoint.tensors}
-            for endpoint in endpoints
-        }
-        self._inboxes = {
-            e.rank: inbox for e in endpoints for inbox in e.inboxes if inbox.trainer == self._rank
-        }
-        self._landings = {
-            e.rank: {
-                (landing.tensor, landing.start): landing.offset_bytes for landing in e.landings
-            }
-            for e in endpoints
-        }
+        self._peers: dict[int, tuple[str, str, int]] = {}
+        self._tensors: dict[int, dict[str, RemoteTensor]] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._landings: dict[int, dict[tuple[str, tuple[int, ...]], int]] = {}
+        for endpoint in endpoints:
+            rank = endpoint.rank
+            self._peers[rank] = address_parts(endpoint.address)
+            self._tensors[rank] = {tensor.name: tensor for tensor in endpoint.tensors}
+            for inbox in endpoint.inboxes:
+                if inbox.trainer == self._rank:
+                    self._inboxes[rank] = inbox
+            self._landings[rank] = {}
+            for landing in endpoint.landings:
+                self._landings[rank][landing.tensor, landing.start] = landing.offset_bytes
         protocol, peer, _ = self._peers[endpoints[0].rank]
         self._engine = open_engine(address_towards(peer), protocol)
         self._free[self._half].acquire()
@@ -288,7 +275,8 @@ class MooncakeTransport(Transport):
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         storages = {}
-        for storage in (source.untyped_storage() for source in sources):
+        for source in sources:
+            storage = source.untyped_storage()
             storages[storage.data_ptr()] = storage
         self._on_gpu = any(storage.is_cuda for storage in storages.values())
         old_addresses = self._sources.keys() - storages.keys()

@@ -148,18 +148,17 @@ class TwoSidedTransport(Transport):
 
     def fence(self) -> None:
         sizes = []
-        for rank, blob in self._blobs:
-            sizes.append((rank, torch.tensor([len(blob)], device=blob.device)))
         parts = []
         for rank, blob in self._blobs:
+            peer = self._peers[rank]
+            label = _label(self._rank, rank, CHANGES)
+            size = torch.tensor([len(blob)], device=blob.device)
+            sizes.append(Message(peer, as_bytes(size), label))
             for part in blob.split(LONGEST_BYTES):
-                parts.append((rank, part))
+                parts.append(Message(peer, as_bytes(part), label))
         self._blobs = []
         for messages in (sizes, parts):
-            self._waiting += [
-                Message(self._peers[to], as_bytes(part), _label(self._rank, to, CHANGES))
-                for to, part in messages
-            ]
+            self._waiting += messages
             self._start()
             self._finish(end_wave=len(self._members.waves))
         self._wave = -1
@@ -203,15 +202,15 @@ class TwoSidedMemory(Memory):
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Receives all messages of one update of `tensors`."""
         group = self._join()
-        messages_of_update = [
-            incoming for incoming in self._offer.incoming if incoming.tensor in tensors
-        ]
         started_waves: list[tuple[list[Message], Any]] = []
-        for _, wave in groupby(messages_of_update, key=lambda incoming: incoming.wave):
-            messages = [
-                self._message(incoming, tensors[incoming.tensor][incoming.box.slices()])
-                for incoming in wave
-            ]
+        for _, wave in groupby(self._offer.incoming, key=lambda incoming: incoming.wave):
+            messages = []
+            for incoming in wave:
+                if incoming.tensor in tensors:
+                    target = tensors[incoming.tensor][incoming.box.slices()]
+                    messages.append(self._message(incoming, target))
+            if not messages:
+                continue
             started_waves.append((messages, group.receive(messages)))
             if len(started_waves) > 1:
                 self._finish(*started_waves.pop(0))
@@ -235,10 +234,10 @@ class TwoSidedMemory(Memory):
     def _receive_from(
         self, trainers: Sequence[int], buffers: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        places = [(trainer, self._members.trainers.index(trainer)) for trainer in trainers]
-        labelled = [(place, _label(trainer, self._rank, CHANGES)) for trainer, place in places]
         messages = []
-        for (place, label), parts in zip(labelled, buffers):
+        for trainer, parts in zip(trainers, buffers):
+            place = self._members.trainers.index(trainer)
+            label = _label(trainer, self._rank, CHANGES)
             for part in parts:
                 messages.append(Message(place, as_bytes(part), label))
         group = self._join()
@@ -297,9 +296,8 @@ def join(
     `me`: "trainer rank 3" or "generator rank 0". Raises RuntimeError with the names of absent
     members.
     """
-    names = [f"trainer rank {rank}" for rank in members.trainers] + [
-        f"generator rank {rank}" for rank in members.generators
-    ]
+    names = [f"trainer rank {rank}" for rank in members.trainers]
+    names += [f"generator rank {rank}" for rank in members.generators]
     deadline = time.monotonic() + timeout_s
     try:
         store = connect_store(address, timeout_s)
