@@ -23,8 +23,8 @@ from megarl.estimate.estimate import (
     unfinished,
 )
 from megarl.estimate.hardware import GIB, Cluster, constants_of
-from megarl.estimate.memory import BesideCache, Workload, kv_room
-from megarl.estimate.search import generator_shapes, search, trainer_shapes
+from megarl.estimate.memory import BesideCache, Workload, kv_room, shape_of
+from megarl.estimate.search import Search, Side, generator_shapes, search, trainer_shapes
 from megarl.models import ModelSpec
 
 
@@ -67,15 +67,30 @@ def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | N
         trainer=replace(config.trainer, vpp=1, cp=1, ep=1, etp=1),
         eval=replace(config.eval, engines=0),
     )
-    baselines = [
-        baseline
-        for baseline in (
-            _best_shared(synchronous, spec, gpus),
-            _best_separate(synchronous, spec, gpus),
-        )
-        if baseline is not None
-    ]
-    return min(baselines, key=lambda baseline: baseline.step_s, default=None)
+    shared = _best_shared(synchronous, spec, gpus)
+    shared_s = shared.step_s if shared else math.inf
+    separate = None
+    if _least_separate_s(synchronous, spec, gpus) < shared_s:
+        separate = _best_separate(synchronous, spec, gpus)
+    if separate and separate.step_s < shared_s:
+        return separate
+    return shared
+
+
+def _least_separate_s(config: RunConfig, spec: ModelSpec, gpus: int) -> float:
+    """A bound from below for GPUs of its own for each side: one side has at most half of them, and
+    no side is slower with more GPUs.
+    """
+    sides = Search(config, shape_of(spec), gpus)
+
+    def seconds(side: Side | None) -> float:
+        return side.seconds if side else math.inf
+
+    half = gpus // 2
+    return min(
+        seconds(sides.trainer(half)) + seconds(sides.generator(gpus)),
+        seconds(sides.trainer(gpus)) + seconds(sides.generator(half)),
+    )
 
 
 def _best_separate(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
