@@ -32,7 +32,7 @@ from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, s
 from megarl.generator.groups import EngineGroup
 from megarl.launch.gpus import gpus
 from megarl.launch.inputs import check_inputs, check_room_for_weights
-from megarl.launch.launcher import Job, fleets_of, launch, placement
+from megarl.launch.launcher import Job, generating_job, launch, placement, training_job
 from megarl.launch.meeting import NodeReport, scratch_folder
 from megarl.launch.nodes import Node, NodePlan, interface_with, this_node
 from megarl.launch.processes import ProcessSpec
@@ -48,7 +48,7 @@ from megarl.launch.tracking import Trackers
 from megarl.launch.watch import Stopped
 from megarl.launch.worker import PARENT
 from megarl.messaging.host import loopback
-from megarl.messaging.rendezvous import EVALUATION, POLICY, EngineAddress, Rendezvous
+from megarl.messaging.rendezvous import EngineAddress, Purpose, Rendezvous
 from megarl.models.spec import SCALAR
 from megarl.observe.metrics import METRICS_FILE, check_lines, read_metrics
 from megarl.observe.progress import Doings, Progress
@@ -323,8 +323,7 @@ def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
 def gpus_line(plan: RunPlan) -> str:
     """How many GPUs, or ranks on CPUs, a run takes."""
     trainer = plan.trainer_topology.world_size
-    job = Job("train", Path(), "trainer", "generator")
-    engines = sum(fleet.engines * fleet.tp for fleet in fleets_of(plan, job))
+    engines = generator_ranks(training_job(plan).groups)
     unit = "CPU ranks" if plan.config.cluster.gpu == "cpu" else "GPUs"
     shared = trainer + generator_ranks(plan.groups) - gpus_of_run(plan.config)
     beside = f"; {shared} of them for both (cluster.share_gpus)" if shared else ""
@@ -338,9 +337,7 @@ def render_launch(plan: RunPlan) -> str:
     """What a launch would start: one line per group of nodes with the same processes, and for each
     role a command that its node would start. Starts and writes nothing.
     """
-    job = Job(
-        "train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator"
-    )
+    job = training_job(plan)
     placed = placement(plan, job, nodes_needed(plan, job), gpus_of_node(plan.config))
     lines = [
         f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; "
@@ -383,21 +380,17 @@ def _node_names(nodes: list[NodePlan]) -> str:
     return f"nodes {first}-{last}"
 
 
-_FLEET_TEXTS = {POLICY: "engines", EVALUATION: "evaluation engines"}
-
-
 def _processes_text(nodes: list[NodePlan]) -> str:
     """The processes of nodes that are alike."""
     texts = []
     if nodes[0].trainer_ranks:
         texts.append(f"trainer ranks {nodes[0].trainer_ranks[0]}-{nodes[-1].trainer_ranks[-1]}")
-    engines: dict[tuple[str, int], list[int]] = {}  # fleet, ranks -> numbers of its engines
+    engines: dict[tuple[Purpose, int], list[int]] = {}  # purpose, ranks -> numbers of its engines
     for node in nodes:
         for part in node.engines:
-            engines.setdefault((part.fleet, part.ranks), []).append(part.engine)
-    for (fleet, ranks), numbers in engines.items():
-        name = _FLEET_TEXTS.get(fleet, f"engines of {fleet}")
-        texts.append(f"{name} {numbers[0]}-{numbers[-1]}, {ranks} ranks of each on a node")
+            engines.setdefault((part.group.purpose, part.ranks), []).append(part.engine)
+    for (purpose, ranks), numbers in engines.items():
+        texts.append(f"{purpose.text} {numbers[0]}-{numbers[-1]}, {ranks} ranks of each on a node")
     for node in nodes:
         if 0 in node.serves:
             texts.append(f"the generator's driver and reward workers (node {node.node})")
@@ -405,15 +398,14 @@ def _processes_text(nodes: list[NodePlan]) -> str:
 
 
 def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
-    fleets = fleets_of(plan, job)
     engines = {
-        fleet.name: [EngineAddress("ADDRESS", 0, 0)] * (fleet.first + fleet.engines)
-        for fleet in fleets
+        group.purpose.prefix: [EngineAddress("ADDRESS", 0, 0)] * group.numbers.stop
+        for group in job.groups
     }
-    shown = {(fleet.name, fleet.first) for fleet in fleets}
+    shown = {(group.purpose.prefix, group.first) for group in job.groups}
     unknown = Rendezvous(
         hub_host="ADDRESS",
-        hub_port=0,
+        hub_ports={},
         key_file="KEY",
         trainer_host="ADDRESS",
         trainer_port=0,
@@ -443,13 +435,14 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
             alone=alone,
         )
 
-    assert job.trainer_role and job.driver_role  # dry runs are for `megarl train`, which has both
+    assert job.trainer_role  # dry runs are for `megarl train`
     yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
     # the nodes' device, which this machine may lack
     device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"
     for node in placed:
         if 0 in node.serves:
-            yield node.node, part_of(node).driver(job.driver_role)
+            for driver in job.drivers:
+                yield node.node, part_of(node).driver(driver)
         firsts = {part.name for part in node.answering if (part.fleet, part.engine) in shown}
         for spec in part_of(node).engines(device) if firsts else ():
             if spec.name in firsts:
@@ -506,9 +499,7 @@ def train(plan: RunPlan) -> None:
             # a resumed run plans its caches again
             write_whole(run_dir / "config.yaml", dump_config(run_plan.config))
 
-        job = Job(
-            "train", run_dir / "logs", trainer_role="trainer", driver_role="generator", stops=True
-        )
+        job = training_job(plan, stops=True)
         try:
             _launch_showing(plan, job, node, prepare, run_dir, config.max_steps, resume)
         except Stopped as stopped:
@@ -662,7 +653,7 @@ def sft(plan: RunPlan) -> None:
         print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}")
         print(f"Weights: {weights}", *inputs.remarks, *data_lines, sep="\n", flush=True)
 
-    job = Job("sft", run_dir / "logs", trainer_role="sft", driver_role=None)
+    job = Job("sft", run_dir / "logs", trainer_role="sft")
     _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps, resume)
     if node.is_head:
         print(f"Supervised weights are in {config.sft.output}")
@@ -690,7 +681,7 @@ def reward_model(plan: RunPlan) -> None:
         weights = plan.weights if plan.weights.are_there else f"random, by seed {config.seed}"
         print(f"Weights: {weights}", *inputs.remarks, sep="\n", flush=True)
 
-    job = Job("reward-model", run_dir / "logs", trainer_role="reward_model", driver_role=None)
+    job = Job("reward-model", run_dir / "logs", trainer_role="reward_model")
     _launch_showing(plan, job, node, prepare, run_dir, steps)
     if node.is_head:
         print(accuracy_line((run_dir / METRICS_FILE).read_text(encoding="utf-8")), end="")
@@ -748,7 +739,7 @@ def evaluate(plan: RunPlan, quiet: bool) -> CommandResult:
             )
 
     eval_dir = Path(plan.config.run_dir) / "eval"
-    job = Job("eval", eval_dir / "logs", trainer_role=None, driver_role="evaluate")
+    job = generating_job(plan, "eval", eval_dir / "logs", driver="evaluate")
     if not node.is_head:
         launch(plan, job, node, prepare)
         return CommandResult({}, "")
@@ -766,13 +757,10 @@ def warm(plan: RunPlan) -> None:
     for group in plan.groups:
         start = time.monotonic()
         with scratch_folder() as run_dir:
-            config = replace(
-                plan.config,
-                run_dir=str(run_dir / "run"),
-                generator=replace(group.settings, engines=1),
-            )
+            one = plan.group_alone(group.name).with_engines([1])
+            config = replace(one.config, run_dir=str(run_dir / "run"))
             alone = with_caches(without_trainer(replace(resolve(config, WARM), served=())))
-            job = Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM)
+            job = generating_job(alone, WARM, run_dir / "run/logs", driver=WARM)
             launch(alone, job, Node(0, 1, "local"), lambda folder: None)
         print(
             f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in "
@@ -828,7 +816,7 @@ def export(
         )
     run_dir = Path(plan.config.run_dir)
     node = this_node()
-    job = Job("export", run_dir / EXPORT_FOLDER / "logs", trainer_role="export", driver_role=None)
+    job = Job("export", run_dir / EXPORT_FOLDER / "logs", trainer_role="export")
     with contextlib.ExitStack() as resources:
 
         def prepare(folder: Path) -> None:

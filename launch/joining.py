@@ -24,7 +24,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from megarl.config.errors import ConfigError, unreadable
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.launch.gpus import gpus
 from megarl.launch.launcher import (
@@ -32,14 +32,12 @@ from megarl.launch.launcher import (
     disagreements,
     engine_keeper,
     failing_together,
-    host_name,
     kernels_folder,
     report_of,
     start_engines,
 )
-from megarl.launch.meeting import STOP, Meeting, NodeReport, is_locked, read_report, scratch_folder
+from megarl.launch.meeting import Meeting, NodeReport, read_report, scratch_folder
 from megarl.launch.nodes import (
-    EngineFleet,
     Node,
     NodePlan,
     interface_with,
@@ -48,17 +46,15 @@ from megarl.launch.nodes import (
     this_node,
 )
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
+from megarl.launch.running import RunningRun, find_run
 from megarl.launch.start import NodePart
 from megarl.launch.watch import INSISTING, termination_as_exit, watch
-from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import EngineRow, FleetAnswer, FleetCall
-from megarl.messaging.rendezvous import POLICY, Rendezvous, rendezvous_path
+from megarl.messaging.rendezvous import ROLLOUTS
 from megarl.plan.resolve import RunPlan, checked_before, resolve
 
 ANSWER_S = 60.0  # in addition to the time for the request itself
-MET_S = 60.0  # time for the nodes of a starting run to meet
-LOOK_S = 0.2
 JOINING_SETTINGS = (  # settings that joining engines may have; none affects weights or samples
     "launch.interface",
     "launch.ranks_per_node",
@@ -72,101 +68,30 @@ JOINING_SETTINGS = (  # settings that joining engines may have; none affects wei
 GROUP_SETTINGS = ("generator.kv_cache_tokens", "generator.mem_fraction")
 
 
-@dataclass(frozen=True)
-class RunningRun:
-    """A running run, as another command sees it. Its generator answers
-    (megarl.executors.engine_calls).
+def joining_plan(run: RunningRun, overrides: Sequence[str], group: str) -> RunPlan:
+    """The run's plan with only the engines of `group`, and with the settings of the joining
+    engines. Raises ConfigError for settings that must be the run's, and for a group that the
+    run does not have.
     """
-
-    run_dir: str
-    folder: Path  # the folder of its launch
-    rendezvous: Rendezvous
-
-    @property
-    def is_over(self) -> bool:
-        return not is_locked(_lock(self.run_dir))
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the run is being stopped, or a part of it has finished or failed.
-
-        Its generator may end before its last launcher.
-        """
-        return any(
-            name in (STOP, "failure") or name.startswith("finished.")
-            for name in os.listdir(self.folder)
-        )
-
-    def stop(self) -> None:
-        """Asks its launchers, as Meeting.ask_to_stop does, to end it once the running step is
-        saved.
-        """
-        (self.folder / STOP).touch()
-
-    @property
-    def on_one_host(self) -> bool:
-        """Whether the run listens only on loopback.
-
-        Raises ConfigError if it does so on another host.
-        """
-        if not is_loopback(self.rendezvous.hub_host):
-            return False
-        host = read_report(self.folder, 0).host
-        if host != host_name():
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in JOINING_SETTINGS:
             raise ConfigError(
-                f"{self.run_dir}: it runs on {host} alone, and listens only there: start the "
-                "engines there, or start the run with launch.interface"
+                f"{override}: {key} is the run's own; engines that join may differ in "
+                f"{', '.join(JOINING_SETTINGS)}"
             )
-        return True
-
-    def plan(self, overrides: Sequence[str], group: str = "") -> RunPlan:
-        """The run's plan with only the engines of `group`, and with the settings of the joining
-        engines. Raises ConfigError for settings that must be the run's, and for a group that the
-        run does not have.
-        """
-        for override in overrides:
-            key = override.partition("=")[0]
-            if key not in JOINING_SETTINGS:
-                raise ConfigError(
-                    f"{override}: {key} is the run's own; engines that join may differ in "
-                    f"{', '.join(JOINING_SETTINGS)}"
-                )
-        shapes = load_config(self.folder / "config.yaml").generator.shapes
-        if group not in shapes:
-            option = f"--group {group}: " if group else ""
-            if not any(shapes):
-                raise ConfigError(f"{option}the run has no groups")
-            raise ConfigError(f"{option}must be --group NAME of {', '.join(shapes)}")
-        overrides = [_group_override(override, group) for override in overrides]
-        config = load_config(self.folder / "config.yaml", [*overrides, f"run_dir={self.run_dir}"])
-        # raises if the overrides do not fit; the run's own launcher has made the checks of megarl
-        # train
-        resolve(config)
-        return checked_before(config, "train").group_alone(group)
-
-    def ask(self, call: FleetCall) -> FleetAnswer:
-        """The generator's answer.
-
-        Raises ConfigError if the call is refused or the run has ended, TimeoutError.
-        """
-        peer = self.connect()
-        timeouts = load_config(self.folder / "config.yaml").timeouts
-        try:
-            peer.send(call)
-            awaited = f"the generator of {self.run_dir} to answer"
-            envelope = peer.receive_unless(
-                lambda: self.is_over, FleetAnswer, 2 * timeouts.weights_s + ANSWER_S, awaited
-            )
-        finally:
-            peer.close()
-        if envelope is None:
-            raise ConfigError(f"{self.run_dir}: the run has ended")
-        return accepted(envelope[1])
-
-    def connect(self) -> Peer:
-        return Peer(
-            f"engines.{secrets.token_hex(4)}", self.rendezvous.key, self.rendezvous.hub_address
-        )
+    shapes = load_config(run.folder / "config.yaml").generator.shapes
+    if group not in shapes:
+        option = f"--group {group}: " if group else ""
+        if not any(shapes):
+            raise ConfigError(f"{option}the run has no groups")
+        raise ConfigError(f"{option}must be --group NAME of {', '.join(shapes)}")
+    overrides = [_group_override(override, group) for override in overrides]
+    config = load_config(run.folder / "config.yaml", [*overrides, f"run_dir={run.run_dir}"])
+    # raises if the overrides do not fit; the run's own launcher has made the checks of megarl
+    # train
+    resolve(config)
+    return checked_before(config, "train").group_alone(group)
 
 
 def _group_override(override: str, group: str) -> str:
@@ -177,48 +102,39 @@ def _group_override(override: str, group: str) -> str:
     return override
 
 
+def ask(run: RunningRun, call: FleetCall) -> FleetAnswer:
+    """The generator's answer.
+
+    Raises ConfigError if the call is refused or the run has ended, TimeoutError.
+    """
+    peer = connect(run)
+    timeouts = load_config(run.folder / "config.yaml").timeouts
+    try:
+        peer.send(call)
+        awaited = f"the generator of {run.run_dir} to answer"
+        envelope = peer.receive_unless(
+            lambda: run.is_over, FleetAnswer, 2 * timeouts.weights_s + ANSWER_S, awaited
+        )
+    finally:
+        peer.close()
+    if envelope is None:
+        raise ConfigError(f"{run.run_dir}: the run has ended")
+    return accepted(envelope[1])
+
+
+def connect(run: RunningRun) -> Peer:
+    return Peer(
+        f"engines.{secrets.token_hex(4)}",
+        run.rendezvous.key,
+        run.rendezvous.hub_address(ROLLOUTS),
+    )
+
+
 def accepted(answer: FleetAnswer) -> FleetAnswer:
     """The answer. Raises ConfigError if the call is refused."""
     if answer.error:
         raise ConfigError(answer.error)
     return answer
-
-
-def find_run(run_dir: str) -> RunningRun:
-    """The run in `run_dir`.
-
-    Raises ConfigError if none is running there, or if it is another user's.
-    """
-    try:
-        return _find_launch(run_dir)
-    except OSError as error:
-        raise unreadable(error) from error
-
-
-def _find_launch(run_dir: str) -> RunningRun:
-    lock = _lock(run_dir)
-    deadline = time.monotonic() + MET_S
-    if not lock.exists():
-        raise ConfigError(f"{run_dir}: megarl train has never run there")
-    while is_locked(lock):
-        rendezvous_files = list(lock.parent.glob(f"*/{rendezvous_path(Path()).name}"))
-        newest = max(rendezvous_files, key=os.path.getmtime, default=None)
-        # not of an earlier launch
-        if newest is not None and newest.stat().st_mtime >= lock.stat().st_mtime:
-            return RunningRun(run_dir, newest.parent, Rendezvous.load(newest.parent))
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{run_dir}: the run there has only begun, and its nodes have not met within "
-                f"{MET_S:.0f} s"
-            )
-        time.sleep(LOOK_S)
-    raise ConfigError(
-        f"{run_dir}: no run is under way there; megarl train goes on from its last checkpoint"
-    )
-
-
-def _lock(run_dir: str) -> Path:
-    return Path(run_dir) / ".launch/train/lock"
 
 
 BEAT_S = 2.0
@@ -237,23 +153,23 @@ def add_engines(
     run = find_run(run_dir)
     if node.count == 1:
         node = dataclasses.replace(node, launch=f"{node.launch}.{os.getpid()}")
-    plan = run.plan(overrides, group)
+    plan = joining_plan(run, overrides, group)
     tp = plan.config.generator.tp
     hosts = 1 if run.on_one_host else 1 + node.count
     slots = slots_per_node(
         (count or node.count) * tp, node.count, len(gpus()), plan.config.launch.ranks_per_node
     )
-    fleet = EngineFleet(count or max(1, node.count * slots // tp), tp)
-    placed = place(0, [fleet], node.count, slots)
+    plan = plan.with_engines([count or max(1, node.count * slots // tp)])
+    placed = place(0, plan.groups, node.count, slots)
     signals: list[int] = []  # those that have asked for an end
 
-    def ask(number: int) -> bool:
+    def on_signal(number: int) -> bool:
         insists = number in INSISTING and not set(INSISTING).isdisjoint(signals)
         signals.append(number)
         return not insists
 
     with (
-        termination_as_exit(first=ask),
+        termination_as_exit(first=on_signal),
         _meeting(Path(run_dir) / ".launch/engines" / node.launch, node, plan) as meeting,
         failing_together(meeting, node),
         scratch_folder() as scratch,
@@ -334,10 +250,12 @@ def _membership(
     problems = disagreements([run_report, *reports])
     if problems:
         raise ConfigError(problems)
-    peer = run.connect()
+    peer = connect(run)
     engines = addresses(placed, reports)
     try:
-        peer.send(FleetCall("join", urls=[engine.url for engine in engines[POLICY]], group=group))
+        peer.send(
+            FleetCall("join", urls=[engine.url for engine in engines[ROLLOUTS.prefix]], group=group)
+        )
         awaited = f"the generator of {run.run_dir} to take in engines"
         answer = peer.receive_unless(
             lambda: run.is_over, FleetAnswer, plan.config.generator.startup_timeout_s, awaited
@@ -519,12 +437,12 @@ def _remove(run_dir: str, engines: Sequence[int], count: int) -> None:
             "megarl engines remove RUN_DIR: either numbers of engines, or --count N of at least 1"
         )
     call = FleetCall("leave", engines=list(engines), count=count)
-    for engine in find_run(run_dir).ask(call).engines:
+    for engine in ask(find_run(run_dir), call).engines:
         print(f"engine {engine.number} {engine.text}")
 
 
 def _list(run_dir: str, as_json: bool) -> None:
-    engines = find_run(run_dir).ask(FleetCall("list")).engines
+    engines = ask(find_run(run_dir), FleetCall("list")).engines
     if as_json:
         rows = [
             {

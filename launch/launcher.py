@@ -16,7 +16,7 @@ import shutil
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,13 @@ from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.estimate.estimate import estimate, generate_parts, to_json, train_parts
 from megarl.estimate.hardware import GPUS
+from megarl.generator.groups import EngineGroup
 from megarl.generator.server import EngineKeys, growing_segments
 from megarl.launch import doctor
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.gpus import MIG, VISIBLE, gpus, memory_gib
 from megarl.launch.meeting import Meeting, NodeReport, locked, scratch_folder
 from megarl.launch.nodes import (
-    EngineFleet,
     Node,
     NodePlan,
     address_of,
@@ -47,8 +47,7 @@ from megarl.launch.start import HOME_CACHE, NodePart, compiled_folder
 from megarl.launch.watch import NAMES, RunWatch, StopOrder, Stopped, termination_as_exit
 from megarl.messaging.link import RunKey
 from megarl.messaging.rendezvous import (
-    EVALUATION,
-    POLICY,
+    ROLLOUTS,
     Departures,
     EngineAddress,
     Rendezvous,
@@ -274,8 +273,28 @@ class Job:
     command: str  # train | sft | reward-model | eval | export
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
-    driver_role: str | None  # worker role that drives the engines; None: no engines
+    groups: tuple[EngineGroup, ...] = ()  # the engines
+    drivers: tuple[str, ...] = ()  # worker roles that drive them
     stops: bool = False  # whether, on SIGTERM and the like, it finishes the running step and saves
+
+
+def training_job(plan: RunPlan, stops: bool = False) -> Job:
+    """The trainer, the engines of all purposes, and a driver for each purpose."""
+    groups = groups_of_run(plan.config)
+    return Job(
+        command="train",
+        logs=Path(plan.config.run_dir) / "logs",
+        trainer_role="trainer",
+        groups=(*groups, *(role.group for role in plan.served)),
+        drivers=tuple(dict.fromkeys(group.purpose.driver for group in groups)),
+        stops=stops,
+    )
+
+
+def generating_job(plan: RunPlan, command: str, logs: Path, driver: str) -> Job:
+    """The policy's engines and those of roles, without a trainer."""
+    groups = (*plan.groups, *(role.group for role in plan.served))
+    return Job(command, logs, trainer_role=None, groups=groups, drivers=(driver,))
 
 
 def launch(
@@ -316,9 +335,9 @@ def launch(
         ProcessGroup(job.logs) as processes,
         _termination(processes, meeting, plan) as order,
     ):
-        report = report_of(plan, node, placed[node.rank], drives=_drives(placed[node.rank], job))
+        report = report_of(plan, node, placed[node.rank], _drivers(placed[node.rank], job))
         rendezvous = _meet(job, meeting, placed, report, resume)
-        working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
+        working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drivers(nodes, job)]
         keeper = engine_keeper(processes, plan, folder, job.stops, trace)
         node_part = NodePart(
             plan=plan,
@@ -464,42 +483,18 @@ def _placed(plan: RunPlan, job: Job, node: Node) -> list[NodePlan]:
 
 def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[NodePlan]:
     trainers = plan.trainer_topology.world_size if job.trainer_role else 0
-    fleets = fleets_of(plan, job) if job.driver_role else []
     shared = bool(plan.config.cluster.share_gpus)
-    policy_ranks = generator_ranks(plan.groups) if job.driver_role else 0
-    ranks = sum(fleet.engines * fleet.tp for fleet in fleets if fleet.name != POLICY)
-    ranks += max(trainers, policy_ranks) if shared else trainers + policy_ranks
+    ranks = trainers + generator_ranks(job.groups)
+    if shared:
+        policy = [group for group in job.groups if group.purpose == ROLLOUTS]
+        ranks -= min(trainers, generator_ranks(policy))
     slots = slots_per_node(ranks, nodes, gpus_of_node, plan.config.launch.ranks_per_node)
-    return place(trainers, fleets, nodes, slots, shared)
+    return place(trainers, job.groups, nodes, slots, shared)
 
 
-def evaluates_apart(plan: RunPlan, job: Job) -> bool:
-    """Whether the job has engines that only evaluate, with their own driver."""
-    return any(fleet.name == EVALUATION for fleet in fleets_of(plan, job))
-
-
-def fleets_of(plan: RunPlan, job: Job) -> list[EngineFleet]:
-    """The policy's engines, then engines that only evaluate, then those of each role."""
-    groups = groups_of_run(plan.config) if job.command == "train" else plan.groups
-    fleets = [
-        EngineFleet(
-            engines=group.settings.engines,
-            tp=group.settings.tp,
-            name=group.purpose.value,
-            key=group.key,
-            first=group.first,
-        )
-        for group in groups
-    ]
-    for role in plan.served:
-        key = f"roles.{role.name}"
-        fleets.append(EngineFleet(role.settings.engines, role.settings.tp, role.name, key))
-    return fleets
-
-
-def _drives(node: NodePlan, job: Job) -> bool:
-    """Whether the drivers run on this node, which they do beside the first engine."""
-    return job.driver_role is not None and 0 in node.serves
+def _drivers(node: NodePlan, job: Job) -> tuple[str, ...]:
+    """The worker roles of the drivers on this node. They run beside the first engine."""
+    return job.drivers if 0 in node.serves else ()
 
 
 def _meet(
@@ -513,24 +508,27 @@ def _meet(
     problems = disagreements(reports)
     if problems:
         raise ConfigError(problems)
-    rendezvous = _rendezvous(meeting.folder, placed, reports, resume)
+    rendezvous = _rendezvous(meeting.folder, job, placed, reports, resume)
     meeting.publish(rendezvous)
     return rendezvous
 
 
 def report_of(
-    plan: RunPlan, node: Node, node_plan: NodePlan, drives: bool = False, hosts: int | None = None
+    plan: RunPlan,
+    node: Node,
+    node_plan: NodePlan,
+    drivers: Sequence[str] = (),
+    hosts: int | None = None,
 ) -> NodeReport:
     """This node's report.
 
-    `drives`: whether the drivers run here. `hosts`: number of hosts in the run, if `node` does not
-    know all.
+    `drivers`: the worker roles of the drivers here. `hosts`: number of hosts in the run, if `node`
+    does not know all.
     """
     address = address_of(plan.config.launch.interface, hosts or node.count)
     purposes = [part.name for part in node_plan.engines]
     purposes += [f"{part.engine_name}.group" for part in node_plan.answering]
-    if drives:
-        purposes += ["hub", "evaluator"]
+    purposes += drivers
     if 0 in node_plan.trainer_ranks:
         purposes.append("trainer")
     return NodeReport(
@@ -548,7 +546,7 @@ def report_of(
 
 
 def _rendezvous(
-    folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume
+    folder: Path, job: Job, placed: list[NodePlan], reports: list[NodeReport], resume: Resume
 ) -> Rendezvous:
     """The rendezvous of one launch: fresh keys and all addresses."""
     keys = EngineKeys.generate()
@@ -557,7 +555,7 @@ def _rendezvous(
     driver = next((report for node, report in zip(placed, reports) if 0 in node.serves), reports[0])
     return Rendezvous(
         hub_host=driver.address,
-        hub_port=driver.ports.get("hub", 0),
+        hub_ports={role: driver.ports[role] for role in job.drivers},
         key_file=str(key_file.resolve()),
         trainer_host=reports[0].address,
         trainer_port=reports[0].ports.get("trainer", 0),
@@ -566,7 +564,6 @@ def _rendezvous(
         engine_admin_key=keys.admin,
         start_step=resume.step,
         checkpoint=resume.checkpoint,
-        evaluator_port=driver.ports.get("evaluator", 0),
     )
 
 
@@ -617,10 +614,7 @@ def _start(
     """
     trainers = node_part.trainers(job.trainer_role) if job.trainer_role else []
     workers = list(trainers)
-    if job.driver_role and _drives(node_part.placed, job):
-        workers.append(node_part.driver(job.driver_role))
-        if evaluates_apart(node_part.plan, job):
-            workers.append(node_part.driver("evaluator"))
+    workers += map(node_part.driver, _drivers(node_part.placed, job))
     start_engines(processes, keeper, node_part)
     for spec in workers:
         processes.start(spec)
@@ -642,5 +636,5 @@ def start_engines(processes: ProcessGroup, keeper: EngineKeeper, node_part: Node
                 host=node_part.report.address,
                 port=node_part.report.ports[part.name],
                 key=node_part.rendezvous.engine_key,
-                spare=part.fleet == EVALUATION,
+                spare=part.group.purpose.spare,
             )

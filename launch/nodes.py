@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import psutil
 
 from megarl.config.errors import ConfigError
+from megarl.generator.groups import EngineGroup
 from megarl.messaging.host import address_towards, is_loopback, loopback, with_port
-from megarl.messaging.rendezvous import POLICY
+from megarl.messaging.rendezvous import ROLLOUTS
 
 # unassigned addresses (RFC 5737, 3849); a look-up of their route sends nothing
 _UNASSIGNED_ADDRESSES = ("192.0.2.1", "2001:db8::1")
@@ -133,17 +134,6 @@ def _address_on(pattern: str) -> str:
 
 
 @dataclass(frozen=True)
-class EngineFleet:
-    """Engines of one model and one size."""
-
-    engines: int
-    tp: int
-    name: str = POLICY
-    key: str = "generator"  # config section with their settings, for messages
-    first: int = 0  # number of its first engine, after engines of other sizes
-
-
-@dataclass(frozen=True)
 class EnginePart:
     """The TP ranks of one engine that run on one node.
 
@@ -155,7 +145,12 @@ class EnginePart:
     parts: int
     ranks: int  # TP ranks in this part
     first_slot: int  # its first slot on the node
-    fleet: str = POLICY  # name of the fleet
+    group: EngineGroup
+
+    @property
+    def fleet(self) -> str:
+        """The name of its fleet."""
+        return self.group.purpose.prefix
 
     @property
     def name(self) -> str:
@@ -183,7 +178,7 @@ class NodePlan:
     @property
     def serves(self) -> tuple[int, ...]:
         """The policy's engines that answer requests on this node."""
-        return tuple(part.engine for part in self.answering if part.fleet == POLICY)
+        return tuple(part.engine for part in self.answering if part.group.purpose == ROLLOUTS)
 
     @property
     def answering(self) -> tuple[EnginePart, ...]:
@@ -196,9 +191,9 @@ class NodePlan:
 
 
 def place(
-    trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: int, shared: bool = False
+    trainer_ranks: int, groups: Sequence[EngineGroup], nodes: int, slots: int, shared: bool = False
 ) -> list[NodePlan]:
-    """Fills the slots of nodes in order: trainer ranks first, then the engines of one fleet after
+    """Fills the slots of nodes in order: trainer ranks first, then the engines of one group after
     another. `shared`: the policy's engines are on the same slots as the trainer ranks, from the
     first on.
 
@@ -206,31 +201,33 @@ def place(
     trainer ranks share a node, so that the innermost axes (tp, then cp) use its fast links. Raises
     ConfigError if there are too few nodes.
     """
-    for fleet in fleets:
-        if fleet.tp > slots and fleet.tp % slots:
+    for group in groups:
+        tp = group.settings.tp
+        if tp > slots and tp % slots:
             raise ConfigError(
-                f"{fleet.key}.tp={fleet.tp}: an engine larger than a node must fill whole nodes "
+                f"{group.key}.tp={tp}: an engine larger than a node must fill whole nodes "
                 f"of {slots} slots"
             )
-    first_of_engine: list[tuple[EngineFleet, int, int]] = []  # fleet, engine, slot
+    first_of_engine: list[tuple[EngineGroup, int, int]] = []  # group, engine, slot
     slot = 0 if shared else trainer_ranks
-    for fleet in fleets:
-        for engine in range(fleet.first, fleet.first + fleet.engines):
-            if fleet.name != POLICY:
+    for group in groups:
+        for engine in group.numbers:
+            if group.purpose != ROLLOUTS:
                 slot = max(slot, trainer_ranks)
             free = slots - slot % slots  # free slots in the node of `slot`
-            if free < min(fleet.tp, slots):
+            if free < min(group.settings.tp, slots):
                 slot += free
-            first_of_engine.append((fleet, engine, slot))
-            slot += fleet.tp
+            first_of_engine.append((group, engine, slot))
+            slot += group.settings.tp
     needed_nodes = -(-max(slot, trainer_ranks) // slots)
     if needed_nodes > nodes:
         processes = f"{trainer_ranks} trainer ranks"
-        for fleet in fleets:
-            joint = " and " if fleet is fleets[-1] else ", "
-            processes += f"{joint}{fleet.engines} engines of {fleet.key}.tp={fleet.tp}"
+        for group in groups:
+            joint = " and " if group is groups[-1] else ", "
+            settings = group.settings
+            processes += f"{joint}{settings.engines} engines of {group.key}.tp={settings.tp}"
         sharing = ""
-        if trainer_ranks and not shared and any(fleet.name == POLICY for fleet in fleets):
+        if trainer_ranks and not shared and any(group.purpose == ROLLOUTS for group in groups):
             sharing = ", share GPUs (cluster.share_gpus=true)"
         raise ConfigError(
             f"{processes} need {needed_nodes} nodes of {slots} slots; the allocation has {nodes}: "
@@ -244,13 +241,13 @@ def place(
             EnginePart(
                 engine=engine,
                 part=max(0, begin - first) // slots,
-                parts=max(1, fleet.tp // slots),
-                ranks=min(fleet.tp, slots),
+                parts=max(1, group.settings.tp // slots),
+                ranks=min(group.settings.tp, slots),
                 first_slot=max(first, begin) - begin,
-                fleet=fleet.name,
+                group=group,
             )
-            for fleet, engine, first in first_of_engine
-            if first < end and first + fleet.tp > begin
+            for group, engine, first in first_of_engine
+            if first < end and first + group.settings.tp > begin
         )
         node_ranks = range(min(begin, trainer_ranks), min(end, trainer_ranks))
         plans.append(NodePlan(node, node_ranks, parts))

@@ -19,7 +19,6 @@ from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.data.rows import held_out_samplings, stops_on_text
 from megarl.estimate.estimate import training_memory
 from megarl.estimate.hardware import GPUS
-from megarl.generator.groups import EngineGroup
 from megarl.generator.seeds import seed_of
 from megarl.generator.server import ENGINE_SEED_BITS, EngineKeys, EngineSettings, server_command
 from megarl.launch import doctor
@@ -29,9 +28,8 @@ from megarl.launch.nodes import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.worker import CORES, PARENT
 from megarl.messaging.host import with_port
-from megarl.messaging.rendezvous import POLICY, Rendezvous
+from megarl.messaging.rendezvous import ROLLOUTS, Rendezvous
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import groups_of_run
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL
 from megarl.speculative import plan as speculative
@@ -232,17 +230,14 @@ class NodePart:
         for part in self.placed.engines:
             role = roles.get(part.fleet)
             name = self.numbered(part).name
-            if role is None:
-                settings = self._settings(part, device)
-                generator: GeneratorConfig = self._group_of(part).settings
-                server_args = generator.server_args
-            else:
+            if role:
                 settings = self._frozen_settings(part, device, role)
-                server_args = role.settings.server_args
-            argv, environment = server_command(settings, keys, server_args)
+            else:
+                settings = self._settings(part, device)
+            argv, environment = server_command(settings, keys, part.group.settings.server_args)
             environment[BEATS] = str(self.folder / f"{name}.beats")
             environment |= engine_devices(part) | self._environment()
-            if self.shares and part.fleet == POLICY:
+            if self.shares and part.group.purpose == ROLLOUTS:
                 environment |= shared_gpu.for_engine(self.scratch, self.placed.trainer_ranks)
             specs.append(ProcessSpec(name, argv, environment))
         return specs
@@ -311,25 +306,15 @@ class NodePart:
             dumps_stacks=True,
         )
 
-    def _group_of(self, part: EnginePart) -> EngineGroup:
-        """The group, with its settings, of one of the engines that get the run's weights."""
-        groups = reversed(groups_of_run(self.plan.config))
-        return next(
-            group
-            for group in groups
-            if group.purpose.value == part.fleet and group.first <= part.engine
-        )
-
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
         config = self.plan.config
-        group = self._group_of(part)
         tokenizer = None
         if stops_on_text(config):
             tokenizer = config.model.tokenizer or config.model.path
         return EngineSettings(
             model_path=self.plan.weights_path,
             holds_weights=not self.plan.weights.are_gone,
-            dtype=group.dtype(config.model.dtype),
+            dtype=part.group.dtype(config.model.dtype),
             context_length=self.plan.spec.max_position_embeddings,
             family=self.plan.spec.family,
             text_only=self.plan.spec.vision_tower,
@@ -339,7 +324,7 @@ class NodePart:
             tokenizer=tokenizer,
             adapter=self.plan.adapters and self.plan.adapters.served(self._adapter, device),
             speculative=speculative.arguments(config),
-            **_shape(group.settings),
+            **_shape(part.group.settings),
             **self._place(part),
         )
 
@@ -357,21 +342,16 @@ class NodePart:
     def _frozen_settings(
         self, part: EnginePart, device: str | None, role: ServedRole
     ) -> EngineSettings:
-        settings = role.settings
         return EngineSettings(
-            model_path=settings.path,
+            model_path=role.settings.path,
             dtype=role.dtype,
             context_length=role.spec.max_position_embeddings,
-            max_running_requests=settings.max_concurrency,
-            tp=settings.tp,
-            ep=settings.ep,
-            kv_cache_tokens=settings.kv_cache_tokens,
-            mem_fraction=settings.mem_fraction,
-            device=device,
-            frozen=True,
             family=role.spec.family,
             text_only=role.spec.vision_tower,
+            device=device,
+            frozen=True,
             classifies=role.role == REWARD_MODEL,
+            **_shape(part.group.settings),
             **self._place(part),
         )
 

@@ -63,19 +63,7 @@ def main() -> None:
     for number in FOR_LAUNCHER:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "role",
-        choices=[
-            "trainer",
-            "generator",
-            "evaluator",
-            "sft",
-            "reward_model",
-            "evaluate",
-            "export",
-            "warm",
-        ],
-    )
+    parser.add_argument("role")
     parser.add_argument("rank", type=int)
     parser.add_argument("launch_dir", type=Path)
     arguments = parser.parse_args()

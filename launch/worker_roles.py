@@ -7,12 +7,13 @@ import contextlib
 import json
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megarl.base.files import write_whole
 from megarl.config.load import load_config
 from megarl.launch.gpus import gpus
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import PURPOSES, Rendezvous
 from megarl.plan.resolve import RunPlan, checked_before
 
 
@@ -29,20 +30,12 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     run_trainer_rank(plan, rank, Rendezvous.load(launch_dir), stop)
 
 
-def train_on_generator(rank: int, launch_dir: Path) -> None:
-    """The generator of a run."""
+def train_on_driver(rank: int, launch_dir: Path, role: str) -> None:
+    """The driver of a run's engines of one purpose."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from megarl.train_loop import run_generator
+    from megarl.train_loop import DRIVERS
 
-    run_generator(load_plan(launch_dir, "train"), Rendezvous.load(launch_dir))
-
-
-def train_on_evaluator(rank: int, launch_dir: Path) -> None:
-    """The driver of a run's engines that only evaluate."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from megarl.train_loop import run_evaluator
-
-    run_evaluator(load_plan(launch_dir, "train"), Rendezvous.load(launch_dir))
+    DRIVERS[role](load_plan(launch_dir, "train"), Rendezvous.load(launch_dir))
 
 
 def sft(rank: int, launch_dir: Path) -> None:
@@ -149,8 +142,7 @@ def load_plan(launch_dir: Path, command: str | None = None) -> RunPlan:
 
 ROLES: dict[str, Callable[[int, Path], None]] = {
     "trainer": train_on_trainer,
-    "generator": train_on_generator,
-    "evaluator": train_on_evaluator,
+    **{purpose.driver: partial(train_on_driver, role=purpose.driver) for purpose in PURPOSES},
     "sft": sft,
     "reward_model": reward_model,
     "evaluate": evaluate,

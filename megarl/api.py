@@ -300,7 +300,7 @@ class Run:
         """Asks the run, which another thread or program has started, to end once the running step
         is saved. Raises ConfigError if none is under way.
         """
-        from megarl.launch.joining import find_run
+        from megarl.launch.running import find_run
 
         find_run(str(self.run_dir)).stop()
 

@@ -26,7 +26,7 @@ from megarl.controller import Controller
 from megarl.evaluation.scores import evaluation_plan
 from megarl.messaging.link import Hub, Peer
 from megarl.messaging.process_groups import StopRequest
-from megarl.messaging.rendezvous import EVALUATOR, GENERATOR, Rendezvous
+from megarl.messaging.rendezvous import EVALUATION, GENERATOR, ROLLOUTS, Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 
@@ -47,11 +47,11 @@ def run_trainer_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous, stop: Sto
 
     config = plan.config
     prompts_per_step = config.rollout.prompts_per_step
-    link = Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
+    link = Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address(ROLLOUTS))
     weights = WeightsSender(plan, link, stop)
     outgoing: list[WeightsSender] = [weights]
     if config.eval.engines:
-        evaluator = Peer(link.name, rendezvous.key, rendezvous.evaluator_address)
+        evaluator = Peer(link.name, rendezvous.key, rendezvous.hub_address(EVALUATION))
         outgoing.append(EvaluationSender(evaluation_plan(plan), evaluator, stop))
     buffer = None
     if rank == 0:
@@ -88,7 +88,8 @@ def run_generator(plan: RunPlan, rendezvous: Rendezvous) -> None:
     from megarl.rollouts.channel import RolloutsSender
     from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
 
-    link = Hub(GENERATOR, rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
+    port = rendezvous.hub_ports[ROLLOUTS.driver]
+    link = Hub(GENERATOR, rendezvous.key, rendezvous.hub_host, port)
     weights = WeightsReceiver(plan, _trainer_layout(plan), link, rendezvous.key_file)
     rollouts = RolloutsSender(link)
     with contextlib.closing(
@@ -109,14 +110,16 @@ def run_evaluator(plan: RunPlan, rendezvous: Rendezvous) -> None:
 
     It has no step of its own: it takes a version, evaluates it, and takes the newest one then.
     """
-    from megarl.evaluation.engines import EvaluationReceiver, evaluate_versions
+    from megarl.evaluation.engines import EVALUATOR, EvaluationReceiver, evaluate_versions
 
     plan = evaluation_plan(plan)
-    with contextlib.closing(
-        Hub(EVALUATOR, rendezvous.key, rendezvous.hub_host, rendezvous.evaluator_port)
-    ) as link:
+    port = rendezvous.hub_ports[EVALUATION.driver]
+    with contextlib.closing(Hub(EVALUATOR, rendezvous.key, rendezvous.hub_host, port)) as link:
         weights = EvaluationReceiver(plan, _trainer_layout(plan), link, rendezvous.key_file)
         asyncio.run(evaluate_versions(plan, rendezvous, weights))
+
+
+DRIVERS = {ROLLOUTS.driver: run_generator, EVALUATION.driver: run_evaluator}
 
 
 def _trainer_layout(plan: RunPlan) -> Layout:

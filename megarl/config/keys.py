@@ -8,7 +8,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,9 @@ def general(key: str) -> str:
     return key
 
 
+Settings = Mapping[str, Any]  # dotted key -> value
+
+
 def field_path(key: str) -> str:
     """The path of `key` in RunConfig. It differs only for `async`, which is a Python keyword."""
     if key == "async" or key.startswith("async."):
@@ -132,6 +135,22 @@ def value_at(config: RunConfig, key: str) -> Any:
         return getattr(node, name, None)
 
     return functools.reduce(below, field_path(key).split("."), config)
+
+
+def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
+    """`config` with these settings."""
+    for key, value in settings.items():
+        config = _with_value(config, field_path(key).split("."), value)
+    return config
+
+
+def _with_value(node: Any, path: list[str], value: Any) -> Any:
+    """`node`, a section or a mapping, with `value` at `path` below it."""
+    name, *subpath = path
+    is_mapping = isinstance(node, dict)
+    if subpath:
+        value = _with_value(node[name] if is_mapping else getattr(node, name), subpath, value)
+    return node | {name: value} if is_mapping else dataclasses.replace(node, **{name: value})
 
 
 def keys_of(config: RunConfig) -> list[str]:

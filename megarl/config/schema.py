@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megarl.base.geometry import GeneratorTopology
 from megarl.base.kept_sets import MOST_KEPT
 from megarl.config.algorithms import ALGORITHMS, PUBLISHED
 from megarl.config.limits import (
@@ -1107,6 +1108,15 @@ class GeneratorConfig:
             "above, unless it sets its own (docs/cluster.md); NAME=null removes one"
         },
     )
+
+    @property
+    def topology(self) -> GeneratorTopology:
+        """Of engines that are all alike."""
+        return GeneratorTopology(self.engines, self.tp, self.ep, self.dp_attention)
+
+    @property
+    def has_groups(self) -> bool:
+        return any(self.groups.values())
 
     @property
     def shapes(self) -> dict[str, GeneratorConfig]:

@@ -52,7 +52,7 @@ def run_plan(
             f"--{'search' if searching else 'theory'}: needs cluster.share_gpus=false: each side "
             "gets GPUs of its own"
         )
-    if theory and plan.groups[0].name:
+    if theory and plan.config.generator.has_groups:
         raise ConfigError(
             "--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one "
             "shape"
@@ -208,9 +208,8 @@ def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
     """The layouts of trainer and generator on machines of cluster.gpu."""
     dtype = plan.config.model.dtype
     device = Cluster.of(plan.config).gpu.device
-    return trainer_layout(plan.spec, plan.trainer_topology, dtype), engines_layout(
-        plan.spec, plan.groups, dtype, device
-    )
+    trainer = trainer_layout(plan.spec, plan.trainer_topology, dtype)
+    return trainer, engines_layout(plan.config, plan.spec, device)
 
 
 def gpus(plan: RunPlan) -> int:
@@ -242,13 +241,12 @@ def describe(plan: RunPlan) -> dict[str, Any]:
 
 def _engines(plan: RunPlan) -> dict[str, Any]:
     """The sizes of the engines, or those of each group, with its weights."""
-    if not plan.groups[0].name:
-        return asdict(plan.groups[0].topology)
-    dtype = plan.config.model.dtype
+    if not plan.config.generator.has_groups:
+        return asdict(plan.config.generator.topology)
     device = Cluster.of(plan.config).gpu.device
     groups = {}
     for group in plan.groups:
-        layout = engines_layout(plan.spec, [group], dtype, device)
+        layout = engines_layout(plan.group_alone(group.name).config, plan.spec, device)
         group_facts = {"quantization": group.settings.quantization, **_weight_bytes(layout)}
         groups[group.name] = {"ranks": layout.world_size, **asdict(group.topology), **group_facts}
     return {"engines": plan.engines, "groups": groups}

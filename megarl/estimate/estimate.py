@@ -46,7 +46,6 @@ from megarl.lora import estimate as adapters
 from megarl.models import ModelSpec
 from megarl.models.spec import LM
 from megarl.plan.topologies import (
-    at_once,
     engine_groups,
     evaluation_group,
     gpus_of_run,
@@ -165,7 +164,7 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> ServedEsti
     settings = role.settings
     spec = replace(role.spec, head=LM)
     gpu = cluster.gpu  # a scalar head needs no more memory or time than LM's
-    shape = _shape_of(role)
+    shape = role.group.settings
     work = _workload(config, role)
     memory = generator_memory(spec, shape, role.dtype, work, gpu)
     time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
@@ -175,11 +174,6 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> ServedEsti
         over_gib=over_bytes(memory, shape, gpu) / GIB,
         score_s=time.total if role.role == JUDGE else time.prefill,
     )
-
-
-def _shape_of(role: ServedRole) -> GeneratorConfig:
-    names = "engines tp ep max_concurrency kv_cache_tokens mem_fraction server_args".split()
-    return GeneratorConfig(**{name: getattr(role.settings, name) for name in names})
 
 
 def _workload(config: RunConfig, role: ServedRole) -> Workload:
@@ -230,7 +224,7 @@ def with_kv_caches(
         )
     roles = dict(config.roles)
     for role in served:
-        tokens = kv_tokens(role.spec, _shape_of(role), role.dtype, _workload(config, role), gpu)
+        tokens = kv_tokens(role.spec, role.group.settings, role.dtype, _workload(config, role), gpu)
         roles[role.name] = replace(role.settings, kv_cache_tokens=tokens)
     return replace(config, generator=replace(generator, groups=groups), roles=roles)
 
@@ -557,7 +551,7 @@ def estimate_groups(
     schedule = unfinished(config)
     gpu = Cluster.of(config).gpu
     models = [generate_model(config, spec, group.settings) for group in groups]
-    speeds = [float(at_once([group])) for group in groups]
+    speeds = [float(group.places) for group in groups]
     if schedule["carried_over"]:
         speeds = [1 / model.seconds(work, **schedule).total for model in models]
     estimates = []

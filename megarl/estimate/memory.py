@@ -17,7 +17,6 @@ from megarl.algorithms.recipes import needs_reference, recipe_of
 from megarl.base.geometry import STATES_PER_REQUEST, GeneratorTopology, TrainerTopology
 from megarl.config.schema import TRAIN, GeneratorConfig, PlanConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import GIB, Gpu
-from megarl.generator.groups import generator_topology
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST, padded_vocab_size
 from megarl.plan.topologies import trainer_topology
@@ -242,7 +241,7 @@ def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -
     """
     return _generator_weights(
         shape_of(spec),
-        replace(generator_topology(generator), engines=1),
+        replace(generator.topology, engines=1),
         generator.quantization,
         dtype,
     )
@@ -261,7 +260,7 @@ def landing_bytes(
             trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None
         )
     )
-    engine = replace(generator_topology(generator), engines=1)
+    engine = replace(generator.topology, engines=1)
     # All later layers are equal, or repeat in a period. With pp = 1 they are on one rank.
     period = spec.period
     dense = spec.first_dense_layers if spec.num_experts else 0

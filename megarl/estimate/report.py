@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megarl.config.keys import value_at
+from megarl.config.keys import Settings, value_at, with_settings
 from megarl.config.schema import RunConfig
 from megarl.estimate.baseline import Baseline
 from megarl.estimate.estimate import Estimate, GroupEstimate, generate_parts, train_parts
@@ -14,10 +14,8 @@ from megarl.estimate.memory import KV_ITEM_BYTES, dropped_share
 from megarl.estimate.search import (
     Remedy,
     SearchResult,
-    Settings,
     Side,
     as_overrides,
-    with_settings,
 )
 from megarl.estimate.theory import Optima
 from megarl.estimate.times import CHANGED, GenerateTime

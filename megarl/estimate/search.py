@@ -12,13 +12,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.keys import field_path, yaml_text
+from megarl.config.keys import Settings, with_settings, yaml_text
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import (
     Estimate,
@@ -64,24 +64,6 @@ from megarl.plan.topologies import (
     trainer_topology,
 )
 from megarl.reshard.forwarding import ENGINES
-
-Settings = Mapping[str, Any]  # dotted key -> value
-
-
-def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
-    """`config` with these settings."""
-    for key, value in settings.items():
-        config = _with_value(config, field_path(key).split("."), value)
-    return config
-
-
-def _with_value(node: Any, path: list[str], value: Any) -> Any:
-    """`node`, a section or a mapping, with `value` at `path` below it."""
-    name, *subpath = path
-    is_mapping = isinstance(node, dict)
-    if subpath:
-        value = _with_value(node[name] if is_mapping else getattr(node, name), subpath, value)
-    return node | {name: value} if is_mapping else replace(node, **{name: value})
 
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
@@ -175,7 +157,7 @@ class Search:
         self.dtype = self.config.model.dtype
         self.trainer_shapes = list(trainer_shapes(self.config, self.spec, self.cluster))
         self.generator_shapes = []
-        if not any(self.config.generator.groups.values()):
+        if not self.config.generator.has_groups:
             self.generator_shapes = list(generator_shapes(self.config, self.spec))
 
     def run(self) -> SearchResult:
@@ -325,7 +307,7 @@ class Search:
             yield Side(settings, max(group.time.total for group in group_estimates), over)
 
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:
-        if any(self.config.generator.groups.values()):
+        if self.config.generator.has_groups:
             yield from self._fleets(gpus, fitting)
             return
         for shape in self.generator_shapes:

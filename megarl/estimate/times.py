@@ -24,7 +24,7 @@ from megarl.estimate.memory import (
 from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
 from megarl.models.spec import SCALAR
-from megarl.plan.topologies import engine_groups, engines_layout, gpus_of_run, trainer_topology
+from megarl.plan.topologies import engines_layout, gpus_of_run, trainer_topology
 from megarl.reshard.forwarding import busiest_bytes, delta_bytes, planned_relays
 from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -703,9 +703,7 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
     its memory.
     """
     source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
-    destination = engines_layout(
-        spec, engine_groups(config.generator), config.model.dtype, cluster.gpu.device
-    )
+    destination = engines_layout(config, spec, cluster.gpu.device)
     carried_out = planned_relays(
         ReshardMap.build(source, destination), config.weights.relay, config.generator.tp
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import compress, repeat
@@ -29,7 +29,7 @@ from megarl.executors.engine_calls import show_engines
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.fleet import LOOK_UP_S, Fleet, watch_returns
 from megarl.messaging.messages import WeightsApplied, WeightsGrant
-from megarl.messaging.rendezvous import EVALUATION, EVALUATOR, Rendezvous
+from megarl.messaging.rendezvous import EVALUATION, Rendezvous
 from megarl.messaging.waiting import Background
 from megarl.observe.samples import FailuresWriter
 from megarl.observe.status import StatusBoard, TraceWriter
@@ -40,6 +40,7 @@ from megarl.weight_sync.receiver import UpdateCost, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsExecutor, WeightsSender
 from megarl.weight_sync.sessions import notice_restarts
 
+EVALUATOR = f"{EVALUATION.driver}.0"
 # time to find an engine that was restarted unnoticed between two evaluations
 RETURN_S = 5 * LOOK_UP_S
 LATER_S = 20.0  # the offer of the last version is answered within this time, if only by `later`
@@ -48,7 +49,7 @@ LATER_S = 20.0  # the offer of the last version is answered within this time, if
 class EvaluatedExecutor(WeightsExecutor, Protocol):
     """What this channel needs of the trainer's executor."""
 
-    def put_evaluation_sync(self, report: SyncReport) -> None: ...
+    def put_metrics(self, metrics: Mapping[str, float]) -> None: ...
 
 
 class EvaluationSender(WeightsSender):
@@ -70,7 +71,7 @@ class EvaluationSender(WeightsSender):
             report = SyncReport()
             self._link.drain(WeightsApplied)
             self._bring(executor, report)
-            executor.put_evaluation_sync(report)
+            executor.put_metrics({"eval/sync_s": report.wait_s + report.sync_s})
 
     def close(self) -> None:
         """Sends the last version, once no evaluation is running."""
@@ -235,7 +236,7 @@ class EvaluationDriver:
             self._noting(version, wrong_versions),
             self.sets,
             self.tokenizer,
-            self.fleet.counts(engines),
+            self.fleet.places(engines),
         )
         work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
         if not await self.fleet.while_serving(work):
@@ -275,12 +276,9 @@ class EvaluationDriver:
 
     async def watch_engines(self) -> None:
         """Waits for lost engines to come back, until none can."""
-        generator = self.plan.config.generator
-        logs = Path(self.plan.config.run_dir) / "logs"
+        config = self.plan.config
         try:
-            await watch_returns(
-                self.fleet, logs, generator.on_failure == "restart", generator.startup_timeout_s
-            )
+            await watch_returns(self.fleet, config.run_dir, config.generator)
         except EngineError as error:
             print(f"evaluation has stopped: {error}", flush=True)
             self.no_engines_reason = "no engine was there, and none will be"
@@ -320,7 +318,7 @@ async def evaluate_versions(
     async with AsyncExitStack() as resources:
         failures = resources.enter_context(contextlib.closing(FailuresWriter(run_dir)))
         with status.waiting("the engines", "start-up"):
-            fleet = await open_fleet(plan, rendezvous, resources, elastic, EVALUATION)
+            fleet = await open_fleet(plan, rendezvous, resources, elastic, EVALUATION.prefix)
             served = await open_served(plan, rendezvous, resources, elastic)
         scorers = open_scorers(plan, served, tokenizer)
         logs = run_dir / "logs" / "evaluator"
@@ -348,10 +346,7 @@ async def evaluate_versions(
         resources.push_async_callback(background.close)
         background.start(driver.watch_engines(), f"lost engines of {fleet.name}")
         for role in served.values():
-            restarted = config.generator.on_failure == "restart"
-            returns = watch_returns(
-                role, run_dir / "logs", restarted, config.generator.startup_timeout_s
-            )
+            returns = watch_returns(role, config.run_dir, config.generator)
             background.start(returns, f"lost engines of {role.name}")
         background.start(driver.watch_versions(), f"restarts of {fleet.name}")
         background.start(

@@ -24,7 +24,6 @@ from megarl.generator.seeds import seed_of
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import at_once
 from megarl.rewards import ifeval
 from megarl.rewards.score import (
     CORRECT,
@@ -177,14 +176,13 @@ async def evaluate_sets(
     rollout: Rollout,
     sets: Sequence[HeldOutSet],
     tokenizer: Tokenizer,
-    engines: Sequence[int],
+    places: int,
 ) -> dict[str, Any]:
     """Evaluates one set after the other.
 
-    `engines`: how many engines of each group do it. Returns the scores of data.eval and, under
+    At most `places` samples run at a time. Returns the scores of data.eval and, under
     "suites", the scores of each set of eval.suites.
     """
-    places = at_once(plan.groups, engines)
     suites = {
         held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config)
         for held_out in sets
@@ -209,4 +207,4 @@ async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, A
         rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False)
         sets = held_out_sets(plan.config, tokenizer, plan.spec)
         status.set("evaluating")
-        return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, fleet.sizes)
+        return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, plan.places)

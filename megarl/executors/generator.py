@@ -29,7 +29,7 @@ from megarl.messaging.waiting import Background, Pulse
 from megarl.observe.samples import FailuresWriter
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import at_once, run_ahead
+from megarl.plan.topologies import run_ahead
 from megarl.roles.opening import open_scorers, open_served, open_teachers
 from megarl.rollouts.channel import RolloutsSender, judged
 from megarl.rollouts.rollout import open_fleet, open_rollouts, train_sampling
@@ -70,7 +70,9 @@ class GeneratorExecutor:
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = train_prompts(config, self.tokenizer, self.plan.spec)
-        self.held_out = held_out_sets(config, self.tokenizer, self.plan.spec)
+        self.held_out = []
+        if not config.eval.engines:
+            self.held_out = held_out_sets(config, self.tokenizer, self.plan.spec)
         self.sampling = train_sampling(self.plan, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
         elastic = config.generator.on_failure != "fail"
@@ -79,11 +81,9 @@ class GeneratorExecutor:
             served_fleets = self.run(
                 open_served(self.plan, self.rendezvous, self._resources, elastic)
             )
-        logs = Path(config.run_dir) / "logs"
-        restarted = config.generator.on_failure == "restart"
         for fleet in (self.fleet, *served_fleets.values()):
             self.start(
-                watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s),
+                watch_returns(fleet, config.run_dir, config.generator),
                 f"lost engines of {fleet.name}",
             )
             self.start(
@@ -144,9 +144,8 @@ class GeneratorExecutor:
         The setting is for the engines of the plan; here it is scaled to the current ones.
         """
         config = self.plan.config
-        groups = self.plan.groups
         places = config.async_.max_in_flight or config.rollout.prompts_per_step
-        return max(1, ceil(places * at_once(groups, self.fleet.sizes) / at_once(groups)))
+        return max(1, ceil(places * self.fleet.places(self.fleet.counted) / self.plan.places))
 
     async def _follow_fleet(self) -> None:
         while True:
@@ -245,10 +244,7 @@ class GeneratorExecutor:
         sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens)
         if not self.plan.config.rollout.replay_mask:
             sampling = msgspec.structs.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0)
-        groups = []
-        for number, serving in enumerate(self.fleet.counts(self.fleet.serving)):
-            if serving:
-                groups.append(number)
+        groups = sorted({engine.group for engine in self.fleet.serving})
         sampling = msgspec.structs.replace(
             sampling, seed=seed_of(self.plan.config.seed, "probe", self.version)
         )
@@ -286,7 +282,7 @@ class GeneratorExecutor:
         """
         config = self.plan.config
         version = self.version
-        if config.eval.engines or not (self.held_out and is_due(config, version)):
+        if not (self.held_out and is_due(config, version)):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
             result = await evaluate_sets(
@@ -294,7 +290,7 @@ class GeneratorExecutor:
                 self.rollouts_of.held_out,
                 self.held_out,
                 self.tokenizer,
-                self.fleet.sizes,
+                self.fleet.places(self.fleet.counted),
             )
         write_result(config.run_dir, version, result)
 

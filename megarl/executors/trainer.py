@@ -5,7 +5,7 @@ section 5.1.1).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
@@ -133,8 +133,7 @@ class TrainerExecutor:
             forget_after(run_dir, self.curr_step)
             self._evaluations = NewEvaluations(run_dir)
         self._step_ended = self._started = time.monotonic()
-        self._probe_metrics: dict[str, float] = {}
-        self._evaluation_sync: dict[str, float] = {}
+        self._metrics_before: dict[str, float] = {}  # of the next row, known before its step
         self._acceptance = Acceptance(never_trained(config))
         self.saving = Saving(
             config, self.trainer, self.trace, saved_step=self.curr_step, critic=self.critic
@@ -182,9 +181,9 @@ class TrainerExecutor:
         self._sync = report
         self._applied = applied
 
-    def put_evaluation_sync(self, report: SyncReport) -> None:
-        """Takes the cost of sending the weights to the engines that only evaluate."""
-        self._evaluation_sync = {"eval/sync_s": report.wait_s + report.sync_s}
+    def put_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Takes metrics for the next row."""
+        self._metrics_before |= metrics
 
     def step(self) -> None:
         """Trains on the batch from `put_batch`, which makes weight version `curr_step + 1`."""
@@ -288,7 +287,7 @@ class TrainerExecutor:
                 ),
                 "weights/version": self.version,
                 LIMIT: probe_limit(self.plan),
-                **self._probe_metrics,
+                **self._metrics_before,
                 **step_times(
                     batch,
                     step_s,
@@ -315,7 +314,6 @@ class TrainerExecutor:
                 "prompts/buffered": batch.buffered,
                 "prompts/first": batch.groups[0].ordinal,
                 "prompts/last": batch.groups[-1].ordinal,
-                **self._evaluation_sync,
                 **self._evaluations.metrics(),
             },
             {
@@ -324,8 +322,7 @@ class TrainerExecutor:
             },
             results[0].agreement.histograms() if results and results[0].agreement else {},
         )
-        self._probe_metrics = {}
-        self._evaluation_sync = {}
+        self._metrics_before = {}
         self._write_rollouts(batch)
         self.ordinals.write(
             batch.step,
@@ -369,11 +366,11 @@ class TrainerExecutor:
                     group_differences += values
             self._compare_with(group, group_differences, probe.version)
         differences = list(chain.from_iterable(of_sequence))
-        self._probe_metrics |= {DIFFERENCE: fmean(differences), LARGEST: max(differences)}
+        self._metrics_before |= {DIFFERENCE: fmean(differences), LARGEST: max(differences)}
         if self.plan.config.trainer.routing_replay:
             without_routing = [b""] * len(probe.token_ids)
             mean = fmean(chain.from_iterable(self._probe_differences(probe, without_routing)))
-            self._probe_metrics["logprob/abs_diff_mean_own_routing"] = mean
+            self._metrics_before["logprob/abs_diff_mean_own_routing"] = mean
 
     def _compare_with(self, group: str, differences: list[float], version: Version) -> None:
         """Compares the difference of a group's engines with the limit for their precision.
@@ -391,7 +388,7 @@ class TrainerExecutor:
         ):
             print(f"weights version {version}{group_text}: {differences_text}", flush=True)
         if group:
-            self._probe_metrics[f"{DIFFERENCE}/{group}"] = mean
+            self._metrics_before[f"{DIFFERENCE}/{group}"] = mean
 
     def _probe_differences(self, probe: ProbeReady, routing: list[bytes]) -> list[list[float]]:
         """[sequence][…] the absolute log-prob differences of the tokens that the generator drew."""

@@ -156,12 +156,11 @@ class Fleet:
         groups: Sequence[EngineGroup] = (),
     ):
         self.groups = groups or [EngineGroup("", GeneratorConfig(engines=len(clients)))]
-        numbers: list[int] = []  # by engine: the number of its group
-        for number, group in enumerate(self.groups):
-            numbers += [number] * group.settings.engines
+        # [engine] the index of its group
+        indices = [index for index, group in enumerate(self.groups) for _ in group.numbers]
         self.engines = [
-            Engine(number=number, client=client, group=group)
-            for number, (client, group) in enumerate(zip(clients, numbers, strict=True))
+            Engine(number=number, client=client, group=index)
+            for number, (client, index) in enumerate(zip(clients, indices, strict=True))
         ]
         self.updating: Sequence[Engine] = ()  # engines whose memory an update has opened
         self.elastic = elastic
@@ -198,6 +197,11 @@ class Fleet:
         return self.engines_in(*MEMBERS)
 
     @property
+    def counted(self) -> list[Engine]:
+        """The engines that have served and have not left, including lost ones."""
+        return self.engines_in(*COUNTED)
+
+    @property
     def without_weights(self) -> list[Engine]:
         """The engines that run, but do not have the current weights yet."""
         return self.engines_in(*WITHOUT_WEIGHTS)
@@ -231,6 +235,10 @@ class Fleet:
     def _capacity(self, engine: Engine) -> int:
         """The requests that it may run. Load is distributed in proportion to it."""
         return self.groups[engine.group].settings.max_concurrency
+
+    def places(self, engines: Iterable[Engine]) -> int:
+        """The requests that these engines run together."""
+        return sum(map(self._capacity, engines))
 
     def _among(self, group: int | None) -> list[Engine]:
         """The serving engines: of `group` if any of them serves, else all."""
@@ -332,11 +340,6 @@ class Fleet:
         """[group] how many of these engines it has."""
         counts = Counter(engine.group for engine in engines)
         return tuple(counts[number] for number in range(len(self.groups)))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """[group] the number of engines that have served and have not left, including lost ones."""
-        return self.counts(self.engines_in(*COUNTED))
 
     def add(self, client: EngineClient, group: int = 0) -> Engine:
         """Adds an engine whose process is starting.
@@ -552,21 +555,18 @@ class Fleet:
 LOOK_UP_S = 0.5
 
 
-async def watch_returns(
-    fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float
-) -> None:
+async def watch_returns(fleet: Fleet, run_dir: str, settings: GeneratorConfig) -> None:
     """Waits for lost engines to return, and tells the fleet when one runs again. The engine serves
     after the next update, or after an update of its own. Runs until its task is cancelled.
 
     A connection may break though its engine still runs; that engine returns in the same way. So
     does an engine that joins, once it has started.
 
-    Engine i logs to `logs`/<name of the fleet>.i.log; `restarted` says whether engines that die are
-    restarted.
-
     Raises EngineError, with the ends of their logs, when no engine is left and none comes back in
     time.
     """
+    restarted = settings.on_failure == "restart"
+    timeout_s = settings.startup_timeout_s
     now_s = asyncio.get_running_loop().time
     while True:
         await fleet.pulse.until(lambda: bool(fleet.down))
@@ -575,8 +575,8 @@ async def watch_returns(
             awaited = fleet.down if restarted else fleet.engines_in(EngineState.STARTING)
             if fleet.members:
                 last_served_s = now_s()
-            elif not awaited or now_s() - last_served_s > startup_timeout_s:
-                raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
+            elif not awaited or now_s() - last_served_s > timeout_s:
+                raise EngineError(_none_left(fleet, run_dir, timeout_s if awaited else 0.0))
             # a dead host does not even refuse a connection
             returns = await asyncio.gather(*(_is_back(fleet, engine) for engine in awaited))
             for engine in itertools.compress(awaited, returns):
@@ -591,10 +591,10 @@ async def _is_back(fleet: Fleet, engine: Engine) -> bool:
     )
 
 
-def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:
+def _none_left(fleet: Fleet, run_dir: str, waited_s: float) -> str:
     lines = [f"no {fleet.name} is left, and none came back within {waited_s:.0f} s"]
     for engine in fleet.down:
-        log = logs / f"{fleet.name}.{engine.number}.log"
+        log = Path(run_dir) / "logs" / f"{fleet.name}.{engine.number}.log"
         lines.append(f"{fleet.name} {engine.number}: {engine.reason}; the end of {log}:")
         lines.append(log_tail(log))
     return "\n".join(lines)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from megarl.base.geometry import GeneratorTopology
 from megarl.config.schema import GeneratorConfig
-from megarl.messaging.rendezvous import EVALUATION, POLICY
-
-
-class Purpose(Enum):
-    """What engines are for. The values are the prefixes of their processes' names."""
-
-    ROLLOUTS = POLICY
-    EVALUATION = EVALUATION  # they only evaluate (eval.engines)
+from megarl.messaging.rendezvous import ROLLOUTS, Purpose
 
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Engines of one shape and purpose, which get the run's weights.
+    """Engines of one shape and purpose.
 
     A run without generator.groups has one group for rollouts, whose name is empty.
     """
@@ -27,16 +19,25 @@ class EngineGroup:
     name: str
     settings: GeneratorConfig  # the generator's, with the group's own
     first: int = 0  # number of its first engine: engines of a purpose are numbered group by group
-    purpose: Purpose = Purpose.ROLLOUTS
+    purpose: Purpose = ROLLOUTS
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.settings.engines)
+
+    @property
+    def places(self) -> int:
+        """The requests that its engines run together."""
+        return self.settings.engines * self.settings.max_concurrency
 
     @property
     def topology(self) -> GeneratorTopology:
-        return generator_topology(self.settings)
+        return self.settings.topology
 
     @property
     def key(self) -> str:
         """The config section with the number and sizes of its engines, for messages."""
-        return f"generator.groups.{self.name}" if self.name else "generator"
+        return f"generator.groups.{self.name}" if self.name else self.purpose.section
 
     def dtype(self, model_dtype: str) -> str:
         """The dtype of activations and of unquantised weights.
@@ -44,8 +45,3 @@ class EngineGroup:
         With fp8 weights SGLang computes only in 16 bits.
         """
         return model_dtype if self.settings.quantization is None else "bfloat16"
-
-
-def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
-    """The topology of a generator without groups, or of one group."""
-    return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from megarl.config.keys import yaml_text
 from megarl.config.schema import RunConfig
 from megarl.generator.cpu_support import cuda_available
-from megarl.generator.groups import generator_topology
 from megarl.lora.files import check_adapter, empty_adapter
 from megarl.lora.layout import ALL, Lora, lora_tensors, targets, unserved
 from megarl.models import ModelSpec
@@ -125,7 +124,7 @@ class AdapterPlan:
 
 def check_lora_groups(config: RunConfig) -> Iterable[str]:
     """Problems with adapters that concern several groups of engines."""
-    if config.lora.rank and config.lora.sync == "adapter" and any(config.generator.groups.values()):
+    if config.lora.rank and config.lora.sync == "adapter" and config.generator.has_groups:
         yield (
             "lora.sync=adapter: must be merge or auto with generator.groups: sending adapters "
             "to unlike engines has not been tried"
@@ -201,11 +200,11 @@ def why_merged(config: RunConfig, spec: ModelSpec, device: str | None = None) ->
     assert lora is not None
     if config.weights.delta != "off":
         return ["weights.delta=auto looks for changes in all weights"]
-    if any(config.generator.groups.values()):
+    if config.generator.has_groups:
         return ["sending adapters to unlike engines (generator.groups) has not been tried"]
     return unserved(
         spec,
-        generator_topology(config.generator),
+        config.generator.topology,
         device or ("cuda" if cuda_available() else "cpu"),
         lora,
     )

@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,12 +20,26 @@ from megarl.messaging.link import RunKey
 
 LOWEST_PORT = 10_000
 END_OF_PORTS = 65_536  # well-known services have lower ports
-POLICY = "engine"  # prefix of the process names of the policy's engines
-# prefix of the process names of engines that only evaluate (eval.engines)
-EVALUATION = "eval_engine"
-GENERATOR = "generator.0"
-EVALUATOR = "evaluator.0"  # the drivers of these two kinds of engines
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What engines are for."""
+
+    prefix: str  # of their processes' names
+    text: str  # their name in messages
+    section: str = "generator"  # config section with their sizes
+    driver: str = ""  # worker role that brings them the run's weights; empty: they are frozen
+    spare: bool = False  # whether training goes on without them
+
+
+ROLLOUTS = Purpose(prefix="engine", text="engines", driver="generator")
+EVALUATION = Purpose(
+    prefix="eval_engine", text="evaluation engines", driver="evaluator", spare=True
+)
+PURPOSES = (ROLLOUTS, EVALUATION)  # of engines with the run's weights
+GENERATOR = f"{ROLLOUTS.driver}.0"
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
@@ -44,7 +59,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     """
 
     hub_host: str
-    hub_port: int
+    hub_ports: dict[str, int]  # worker role of a driver of engines -> port of its hub
     key_file: str  # file with the RunKey for all messages between processes
     trainer_host: str  # host of trainer rank 0, where torch.distributed meets
     trainer_port: int
@@ -55,22 +70,15 @@ class Rendezvous(msgspec.Struct, frozen=True):
     start_step: int
     checkpoint: str  # folder to resume from, empty for a fresh run
     first_engine: int = 0  # number of the first of `engines`, if they have joined a run
-    # hub port of the driver of engines that only evaluate, on the generator's host
-    evaluator_port: int = 0
 
     @property
     def key(self) -> RunKey:
         return RunKey.load(Path(self.key_file))
 
-    @property
-    def hub_address(self) -> str:
-        return f"tcp://{with_port(self.hub_host, self.hub_port)}"
+    def hub_address(self, purpose: Purpose) -> str:
+        return f"tcp://{with_port(self.hub_host, self.hub_ports[purpose.driver])}"
 
-    @property
-    def evaluator_address(self) -> str:
-        return f"tcp://{with_port(self.hub_host, self.evaluator_port)}"
-
-    def engine_urls(self, name: str = POLICY) -> list[str]:
+    def engine_urls(self, name: str) -> list[str]:
         return [engine.url for engine in self.engines[name]]
 
     def save(self, launch_dir: Path) -> None:

@@ -31,7 +31,6 @@ from megarl.config.schema import (
 )
 from megarl.data.order import mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out, held_out_sampling
-from megarl.generator.groups import generator_topology
 from megarl.lora.plan import check_lora, check_lora_groups
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
@@ -100,7 +99,7 @@ def check_groups(config: RunConfig) -> Iterable[str]:
 
     Since fp8 values and amax are kept per tensor, all quantised groups must have the same format.
     """
-    if all(group is None for group in config.generator.groups.values()):
+    if not config.generator.has_groups:
         return
     groups = config.generator.shapes
     for name in groups:
@@ -331,7 +330,7 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     CPU engines could pad, but GPU engines do not, so the rules for GPUs hold for both.
     """
     trainer = trainer_topology(config.trainer)
-    generator = generator_topology(config.generator)
+    generator = config.generator.topology
     layer_spec = "local" if config.cluster.gpu == "cpu" else "te"
     quantisation = QUANTISATIONS.get(config.generator.quantization or "")
     yield from problems_of(

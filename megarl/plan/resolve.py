@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from megarl.base.geometry import TrainerTopology
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError, problems_of
+from megarl.config.keys import with_settings
 from megarl.config.schema import IGNORE, RunConfig
 from megarl.critic.plan import check_critic, find_critic
 from megarl.generator.groups import EngineGroup
@@ -101,9 +103,22 @@ class RunPlan:
     def engines(self) -> int:
         return sum(group.settings.engines for group in self.groups)
 
-    def group_of(self, engine: int) -> EngineGroup:
-        """The group of an engine that the run begins with."""
-        return next(group for group in reversed(self.groups) if group.first <= engine)
+    @property
+    def places(self) -> int:
+        """The requests that all engines run together."""
+        return sum(group.places for group in self.groups)
+
+    @property
+    def topologies(self) -> list[GeneratorTopology]:
+        """[engine] the topology of its group."""
+        return [group.topology for group in self.groups for _ in group.numbers]
+
+    def with_engines(self, counts: Sequence[int]) -> RunPlan:
+        """The plan with these numbers of engines, one for each group."""
+        settings = {
+            f"{group.key}.engines": count for group, count in zip(self.groups, counts, strict=True)
+        }
+        return replace(self, config=with_settings(self.config, settings))
 
     def group_alone(self, name: str) -> RunPlan:
         """The plan with only the engines of one group, as if there were no groups."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import AsyncConfig, GeneratorConfig, RunConfig, TrainerConfig
-from megarl.generator.groups import EngineGroup, Purpose
+from megarl.generator.groups import EngineGroup
+from megarl.messaging.rendezvous import EVALUATION
 from megarl.models import ModelSpec
 from megarl.reshard.layout import Layout, generator_layout, side_by_side
 
@@ -41,7 +42,7 @@ def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:
 def evaluation_group(config: RunConfig) -> EngineGroup:
     """The engines that only evaluate, with the generator's settings; there may be none."""
     settings = replace(config.generator, engines=config.eval.engines, groups={})
-    return EngineGroup("", settings, first=0, purpose=Purpose.EVALUATION)
+    return EngineGroup("", settings, first=0, purpose=EVALUATION)
 
 
 def groups_of_run(config: RunConfig) -> tuple[EngineGroup, ...]:
@@ -51,36 +52,17 @@ def groups_of_run(config: RunConfig) -> tuple[EngineGroup, ...]:
     return (*groups, evaluation) if evaluation.settings.engines else groups
 
 
-def engines_layout(
-    spec: ModelSpec,
-    groups: Sequence[EngineGroup],
-    model_dtype: str,
-    device: str,
-    engines: Sequence[int] = (),
-) -> Layout:
-    """The layout of the engines, whose ranks are numbered group by group. `engines`: the number of
-    engines of each group; empty: all. `device`: see `generator_layout`.
+def engines_layout(config: RunConfig, spec: ModelSpec, device: str) -> Layout:
+    """The layout of the engines, whose ranks are numbered group by group. `device`: see
+    `generator_layout`.
     """
-    counts = engines or [group.settings.engines for group in groups]
     layouts = []
-    for group, count in zip(groups, counts, strict=True):
-        if count:
-            topology = replace(group.topology, engines=count)
-            dtype = group.dtype(model_dtype)
+    for group in engine_groups(config.generator):
+        if group.settings.engines:
+            dtype = group.dtype(config.model.dtype)
             quantization = group.settings.quantization
-            layouts.append(generator_layout(spec, topology, dtype, device, quantization))
+            layouts.append(generator_layout(spec, group.topology, dtype, device, quantization))
     return side_by_side(layouts)
-
-
-def at_once(groups: Sequence[EngineGroup], engines: Sequence[int] = ()) -> int:
-    """The number of requests that the engines run together.
-
-    `engines`: the number of engines of each group; empty: all.
-    """
-    counts = engines or [group.settings.engines for group in groups]
-    return sum(
-        count * group.settings.max_concurrency for count, group in zip(counts, groups, strict=True)
-    )
 
 
 def generator_ranks(groups: Sequence[EngineGroup]) -> int:

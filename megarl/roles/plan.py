@@ -13,8 +13,10 @@ from typing import Any
 from megarl.algorithms import recipes
 from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
-from megarl.config.schema import MAX_REWARD, UNSCORED, RunConfig
+from megarl.config.schema import MAX_REWARD, UNSCORED, GeneratorConfig, RunConfig
 from megarl.data.rows import held_out
+from megarl.generator.groups import EngineGroup
+from megarl.messaging.rendezvous import PURPOSES, Purpose
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family, missing_folder
 from megarl.rewards.score import RewardPart, parts_in_evaluation, parts_of
@@ -35,16 +37,18 @@ from megarl.roles.settings import (
 )
 
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
-_PROCESSES = (
-    "trainer generator engine reward tool sft evaluate export hub evaluator evaluation eval_engine"
+# names that other processes have
+TAKEN = (
+    *"trainer reward tool sft evaluate export hub evaluation".split(),
+    *(purpose.driver for purpose in PURPOSES),
+    *(purpose.prefix for purpose in PURPOSES),
 )
-TAKEN = tuple(_PROCESSES.split())  # names that other processes have
 TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is the length penalty
 # The reward models that SGLang has: a linear map to one score, or Qwen2.5-Math-RM's two layers.
 TWO_LAYERS = "Qwen2ForRewardModel"
 SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3")), TWO_LAYERS)
 BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
-_ENGINE_KEYS = (
+_SHAPE_KEYS = (
     "engines",
     "tp",
     "ep",
@@ -52,8 +56,8 @@ _ENGINE_KEYS = (
     "kv_cache_tokens",
     "mem_fraction",
     "server_args",
-    "timeout_s",
 )
+_ENGINE_KEYS = (*_SHAPE_KEYS, "timeout_s")
 _JUDGE_KEYS = (
     "chat",
     "mode",
@@ -86,6 +90,14 @@ class ServedRole:
     @property
     def role(self) -> str:
         return role_of(self.name, self.settings)
+
+    @property
+    def group(self) -> EngineGroup:
+        shape = GeneratorConfig(**{key: getattr(self.settings, key) for key in _SHAPE_KEYS})
+        purpose = Purpose(
+            prefix=self.name, text=f"engines of {self.name}", section=f"roles.{self.name}"
+        )
+        return EngineGroup("", shape, purpose=purpose)
 
 
 def roles_of(config: RunConfig) -> dict[str, RoleConfig]:

@@ -86,7 +86,8 @@ class Consumed:
 
 
 class RolloutBuffer:
-    """Makes batches from finished groups, and rejects groups that are too old.
+    """The trainer's decisions on prompts: makes batches from finished groups, and rejects groups
+    that are too old.
 
     Never waits: the caller reports which groups began and finished.
 

@@ -33,7 +33,7 @@ from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.seeds import Seeds, seed_of
-from megarl.messaging.rendezvous import POLICY, Rendezvous
+from megarl.messaging.rendezvous import ROLLOUTS, Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
 from megarl.rewards import code
@@ -340,7 +340,7 @@ async def open_fleet(
     rendezvous: Rendezvous,
     resources: AsyncExitStack,
     elastic: bool = False,
-    name: str = POLICY,
+    name: str = ROLLOUTS.prefix,
 ) -> Fleet:
     """Opens clients of all engines of `name`, and waits until each takes requests.
 

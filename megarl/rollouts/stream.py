@@ -14,7 +14,8 @@ from megarl.rollouts.channel import RolloutsSender, pack
 
 
 class Admission:
-    """Decides which prompt begins next, and when, without ever waiting.
+    """The generator's decisions on prompts: which begins next, and when, and which rests. It never
+    waits.
 
     This is the sending end of the rollouts channel. The prompts of each source begin in the order
     of their ordinals, rejected ones first.
@@ -42,7 +43,7 @@ class Admission:
         self._end = end
         self.max_in_flight = max_in_flight  # it may change at any time
         self._mixture = mixture or Mixture()
-        self.curriculum = curriculum
+        self._curriculum = curriculum
         sources = len(self._mixture.names)
         # [source] heaps of prompts to generate again
         self._again: list[list[Ordinal]] = [[] for _ in range(sources)]
@@ -53,12 +54,19 @@ class Admission:
         self.in_flight = 0
 
     def generate_from(
-        self, first: Ordinal, skip: Iterable[Ordinal], dropped: Collection[Ordinal] = ()
+        self,
+        first: Ordinal,
+        skip: Iterable[Ordinal],
+        dropped: Collection[Ordinal] = (),
+        outside: Iterable[Ordinal] = (),
+        scored: Iterable[Ordinal] = (),
     ) -> None:
         """Generates every ordinal from `first` on, except those in `skip`, until the run has all
         prompts that it trains on. `dropped`: the ordinals in `skip` or below `first` that were
-        dropped or have rested.
+        dropped or have rested. `outside`, `scored`: see `Curriculum.resume`.
         """
+        if self._curriculum:
+            self._curriculum.resume(outside, frozenset(scored))
         self._skip = frozenset(skip)
         self._draws = self._mixture.counts(0, first)
         self._places_taken = list(self._draws)
@@ -110,13 +118,15 @@ class Admission:
         self._rested = []
         return rested
 
-    def finish(self) -> None:
+    def finish(self, ordinal: Ordinal, outside: bool = False, dropped: bool = False) -> None:
+        """A prompt has finished. If it was `dropped`, another one will replace it. `outside`:
+        whether its pass rate was outside the curriculum's band.
+        """
         self.in_flight -= 1
-
-    def drop(self, ordinal: Ordinal) -> None:
-        """A prompt has finished but is not trained on: another one will replace it."""
-        self.in_flight -= 1
-        self._places_taken[self._mixture.source(ordinal)] -= 1
+        if self._curriculum:
+            self._curriculum.finish(ordinal, outside)
+        if dropped:
+            self._places_taken[self._mixture.source(ordinal)] -= 1
 
     def again(self, ordinals: Iterable[Ordinal]) -> None:
         """Queues prompts to be generated again, since their groups were too old."""
@@ -151,7 +161,7 @@ class Admission:
         while True:
             ordinal = self._mixture.ordinal(source, self._draws[source])
             if ordinal not in self._skip:
-                verdict = self.curriculum.begin(ordinal) if self.curriculum else Verdict.BEGINS
+                verdict = self._curriculum.begin(ordinal) if self._curriculum else Verdict.BEGINS
                 if verdict is Verdict.WAITS:
                     return None
                 if verdict is Verdict.BEGINS:
@@ -203,9 +213,9 @@ class RolloutStream:
     async def run(self, timeout_s: float) -> None:
         """Runs until its task is cancelled. `timeout_s` bounds the wait for the ledger."""
         start = await self._channel.first(timeout_s)
-        self.admission.generate_from(start.first, start.skip, start.dropped)
-        if self.admission.curriculum:
-            self.admission.curriculum.resume(start.outside, frozenset(start.scored))
+        self.admission.generate_from(
+            start.first, start.skip, start.dropped, start.outside, start.scored
+        )
         self._background.start(self._take_back(), "rejected groups")
         while True:
             self._begin()
@@ -279,12 +289,7 @@ class RolloutStream:
             pack(group, version, started, ended, self._idle_s, (scoring_s, self._scoring_s()))
         )
         self._channel.finished(ready)
-        if self.admission.curriculum:
-            self.admission.curriculum.finish(ordinal, ready.outside)
-        if ready.dropped:
-            self.admission.drop(ordinal)
-        else:
-            self.admission.finish()
+        self.admission.finish(ordinal, ready.outside, ready.dropped)
         self.sent += 1
         self._pulse.beat()
 

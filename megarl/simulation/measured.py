@@ -123,7 +123,7 @@ def measured_models(plan: RunPlan, unit: int, run: Path) -> Models:
 
 def _check_sizes(plan: RunPlan, run: Path) -> None:
     before = load_config(run / "config.yaml")
-    if any(plan.config.generator.groups.values()) or any(before.generator.groups.values()):
+    if plan.config.generator.has_groups or before.generator.has_groups:
         raise ConfigError(
             f"--from {run}: generator.groups must be empty in both: a run's times do not tell how "
             "fast each group was"

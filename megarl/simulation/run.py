@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,14 +216,13 @@ class SimulatedGenerator(GeneratorExecutor):
         self.held_out = []
         self.sampling = Sampling(self._units(config.rollout.max_tokens))
         self.work: dict[int, Work] = {}
-        speeds = [
-            self.models.group_speeds.get(self.plan.group_of(index).name, self.models.speed)
-            for index in range(self.plan.engines)
-        ]
-        self.engines = [
-            SimulatedEngine(f"simulated.{i}", speed, self.unit, self.work)
-            for i, speed in enumerate(speeds)
-        ]
+        self.engines = []
+        for group in self.plan.groups:
+            speed = self.models.group_speeds.get(group.name, self.models.speed)
+            for number in group.numbers:
+                self.engines.append(
+                    SimulatedEngine(f"simulated.{number}", speed, self.unit, self.work)
+                )
         chunk = None
         if mode == "resume":
             chunk = self._units(
@@ -247,7 +245,8 @@ class SimulatedGenerator(GeneratorExecutor):
         )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
         self.start(self._follow_fleet(), "places for prompts in flight")
-        self.start(watch_returns(self.fleet, Path(config.run_dir), True, math.inf), "lost engines")
+        forever = replace(config.generator, on_failure="restart", startup_timeout_s=math.inf)
+        self.start(watch_returns(self.fleet, config.run_dir, forever), "lost engines")
 
     def _units(self, tokens: float) -> int:
         return max(1, round(tokens / self.unit))
@@ -568,9 +567,7 @@ class Attempt:
     async def _engine_failures(self) -> AsyncIterator[tuple[int, float]]:
         """Yields (engine, seconds until it serves again) when each failure happens."""
         settings = self.plan.config.plan.simulation
-        sizes = np.array(
-            [group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)]
-        )
+        sizes = np.array([topology.tp for topology in self.plan.topologies])
         if self.failures is not None:
             for at_s, index, down_s in self.failures.engines:
                 if at_s >= self.loop.time():

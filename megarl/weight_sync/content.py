@@ -5,8 +5,6 @@ Trainer and generator each compute this, and must get the same result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -60,20 +58,19 @@ def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
     )
 
 
-def weights_map(plan: RunPlan, source: Layout, engines: Sequence[int] = ()) -> ReshardMap:
-    """The reshard map from the trainer's layout `source` to all engines of the run.
+def weights_map(plan: RunPlan, source: Layout) -> ReshardMap:
+    """The reshard map from the trainer's layout `source` to all engines of the plan.
 
-    `engines`: another number of engines for each group. Ranks are numbered group by group.
+    Ranks are numbered group by group.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = plan.config.model.dtype
-    destination = engines_layout(plan.spec, plan.groups, dtype, device, engines)
+    destination = engines_layout(plan.config, plan.spec, device)
     adapters = plan.sent_adapters
     if adapters is not None:
         (group,) = plan.groups  # adapters are sent only if all engines are in one group
-        topology = replace(group.topology, engines=destination.world_size // group.topology.tp)
+        dtype = group.dtype(plan.config.model.dtype)
         destination = combined_layout(
-            destination, adapters.lora.pool_layout(plan.spec, topology, group.dtype(dtype), device)
+            destination, adapters.lora.pool_layout(plan.spec, group.topology, dtype, device)
         )
     return ReshardMap.build(source, destination)
 

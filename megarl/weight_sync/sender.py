@@ -111,8 +111,7 @@ class WeightsSender:
         self._link = link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
-        # number of engines of each group in the map
-        self._engines = tuple(group.settings.engines for group in plan.groups)
+        self._mapped_plan = plan  # with the engines in the map
         self._updates: FullUpdates | None = None  # set from the first offer on
         self._report = SyncReport()  # report of the newest version
         # the newest written version, until the generator confirms it
@@ -297,9 +296,10 @@ class WeightsSender:
         self, executor: WeightsExecutor, updates: FullUpdates, grant: WeightsGrant
     ) -> None:
         """Connects to the engines that take part from now on."""
-        if grant.engines != self._engines:
-            self._whole_map = weights_map(self._plan, executor.layout, grant.engines)
-            self._engines = grant.engines
+        plan = self._plan.with_engines(grant.engines)
+        if plan.groups != self._mapped_plan.groups:
+            self._whole_map = weights_map(plan, executor.layout)
+            self._mapped_plan = plan
         if grant.relay is None:
             map = self._whole_map
         else:

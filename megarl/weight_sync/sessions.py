@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.base.geometry import GeneratorTopology
 from megarl.base.rollout_types import Version
 from megarl.config.errors import ConfigError
 from megarl.config.schema import STRICT
@@ -108,7 +107,9 @@ class EngineSessions:
                     serving=serving if memory_is_open or self._opened is None else None
                 )
                 if not memory_is_open:
-                    self._opened = await self._connect(workers, trainers, fleet.counts(members))
+                    self._opened = await self._connect(
+                        workers, trainers, self._plan_of(members, fleet)
+                    )
             except Exception as error:
                 if not (fleet.elastic and isinstance(error, EngineUnreachable)):
                     await update.abandon(str(error))
@@ -164,9 +165,9 @@ class EngineSessions:
         fleet.updating = joining
         try:
             await trial.open(serving=-1)
-            counts = fleet.counts(joining)
-            map = weights_map(self._plan, self.map.source, counts)
-            hosts = await self._check(workers, map, counts)
+            plan = self._plan_of(joining, fleet)
+            map = weights_map(plan, self.map.source)
+            hosts = await self._check(workers, map, plan)
             refusal = self.fixed or _two_sided(
                 transport_pairs(weights.transport, trainers, hosts).kinds
             )
@@ -214,26 +215,20 @@ class EngineSessions:
     def _workers_for(self, members: Sequence[Engine], fleet: Fleet) -> Workers:
         """The workers of `members`, in the order of their ranks."""
         clients = [engine.client for engine in members]
-        tp = [topology.tp for topology in self._topologies(fleet.counts(members))]
+        tp = [topology.tp for topology in self._plan_of(members, fleet).topologies]
         return Workers(clients, tp, self._link, self._plan.config.timeouts.weights_s)
 
-    def _topologies(self, engines: Sequence[int]) -> list[GeneratorTopology]:
-        """The topology of each engine, in order. `engines`: the number of engines of each group."""
-        result: list[GeneratorTopology] = []
-        for group, count in zip(self._plan.groups, engines, strict=True):
-            for _ in range(count):
-                result.append(group.topology)
-        return result
+    def _plan_of(self, members: Sequence[Engine], fleet: Fleet) -> RunPlan:
+        return self._plan.with_engines(fleet.counts(members))
 
     async def _connect(
-        self, workers: Workers, trainers: Sequence[Host], engines: tuple[int, ...]
+        self, workers: Workers, trainers: Sequence[Host], plan: RunPlan
     ) -> OpenedEngines:
-        """Compares the live engines with the map's destination layout, then opens their parameters
-        for writing.
+        """Compares the live engines, which are those of `plan`, with the map's destination layout,
+        then opens their parameters for writing.
         """
-        every = tuple(group.settings.engines for group in self._plan.groups)
-        map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
-        hosts = await self._check(workers, map, engines)
+        map = self.map if plan.groups == self._plan.groups else weights_map(plan, self.map.source)
+        hosts = await self._check(workers, map, plan)
         if self._plan.config.weights.audited:
             config = self._plan.config
             of_generator = self._opened is None and self._link.name == GENERATOR
@@ -241,12 +236,12 @@ class EngineSessions:
             await watch(workers, config.weights.audit == STRICT, file)
         return await open_engines(workers, self._plan.config.weights, map, trainers, hosts)
 
-    async def _check(self, workers: Workers, map: ReshardMap, engines: Sequence[int]) -> list[Host]:
+    async def _check(self, workers: Workers, map: ReshardMap, plan: RunPlan) -> list[Host]:
         """Connects the workers, and compares the live engines with the map's destination.
 
         Returns the hosts of the generator ranks.
         """
-        await check_parallelism(workers, self._topologies(engines))
+        await check_parallelism(workers, plan.topologies)
         hosts = await connect(workers, self._key_file)
         await settle_layout(workers, map.destination)
         return hosts

@@ -414,7 +414,7 @@ class Members:
 
     @cache  # noqa: B019  one object per process
     def map(self, engines: tuple[int, ...]) -> tuple[ReshardMap, SentTensors]:
-        unrelayed = weights_map(self.plan, self.source, engines)
+        unrelayed = weights_map(self.plan.with_engines(engines), self.source)
         relayed, forwarding = planned_relays(unrelayed, ENGINES, TP)
         return unrelayed, SentTensors(relayed, forwarding.relays if forwarding else ())
 

@@ -136,7 +136,7 @@ def rendezvous(job: Job) -> Rendezvous:
     """
     return Rendezvous(
         hub_host="",
-        hub_port=0,
+        hub_ports={},
         key_file=job.key_file,
         trainer_host="127.0.0.1",
         trainer_port=job.port,

@@ -53,7 +53,7 @@ from megarl.base.rollout_types import Prompt, Sample
 from megarl.generator.completions import Sampling
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WeightsOffer
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import ROLLOUTS, Rendezvous
 from megarl.models import ModelSpec, load_spec
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.reshard.map import Copy
@@ -580,7 +580,7 @@ def undecodable_from_a_new_peer(run: FaultRun, random: Random) -> dict[str, str]
     """
     (rendezvous_file,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
     rendezvous = Rendezvous.load(rendezvous_file.parent)
-    peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address)
+    peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address(ROLLOUTS))
     peer.send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
     time.sleep(0.5)
     peer.close()

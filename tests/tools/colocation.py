@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.config.keys import with_settings
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import estimate, training_memory
-from megarl.estimate.search import Search, search, with_settings
+from megarl.estimate.search import Search, search
 from megarl.models import ModelSpec
 from megarl.plan.resolve import resolve
 

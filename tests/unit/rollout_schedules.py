@@ -97,18 +97,17 @@ class Simulation:
         self.trained = self.trained[:step]
         self.dropped = self.dropped[:step]
         self.rested = self.rested[:step]
-        self.curriculum = Curriculum(self.sources.place, self.rest_epochs) if self.sources else None
+        curriculum = Curriculum(self.sources.place, self.rest_epochs) if self.sources else None
         self.buffer = RolloutBuffer(self.per_step, self.max_staleness, ledger, mixture=self.mixture)
         end = self.per_step * self.steps
         self.admission = Admission(
-            self.per_step, self.capacity, self.in_flight, end, self.mixture, self.curriculum
+            self.per_step, self.capacity, self.in_flight, end, self.mixture, curriculum
         )
         finished = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
+        unused = [*ledger.dropped, *ledger.rested]
         self.admission.generate_from(
-            ledger.consumed_below, finished, [*ledger.dropped, *ledger.rested]
+            ledger.consumed_below, finished, unused, ledger.outside, ledger.rejected
         )
-        if self.curriculum:
-            self.curriculum.resume(ledger.outside, frozenset(ledger.rejected))
         self.saved = (ledger, step)
 
     def run(self, kill_at: int | None = None) -> None:
@@ -134,10 +133,8 @@ class Simulation:
     def finish_one(self) -> None:
         self.now, ordinal, version = heapq.heappop(self.running)
         dropped = bool(self.dropping) and self.random.random() < self.dropping
-        self.admission.drop(ordinal) if dropped else self.admission.finish()
-        outside = self.curriculum is not None and self.random.random() < self.outside
-        if self.curriculum:
-            self.curriculum.finish(ordinal, outside)
+        outside = self.sources is not None and self.random.random() < self.outside
+        self.admission.finish(ordinal, outside, dropped)
         self.buffer.finish(ready(ordinal, version, dropped, outside))
 
     def train(self) -> None:

@@ -191,13 +191,13 @@ def test_admission_by_depth_and_room():
     admission.generate_from(0, [])
     assert admission.begin(-1) == [], "the engines have no weights yet"
     assert admission.begin(0) == [0, 1, 2]
-    for _ in range(3):
-        admission.finish()
+    for ordinal in (0, 1, 2):
+        admission.finish(ordinal)
     assert admission.begin(0) == [3, 4, 5]
-    for _ in range(3):
-        admission.finish()
+    for ordinal in (3, 4, 5):
+        admission.finish(ordinal)
     assert admission.begin(0) == [6, 7]
-    admission.finish()
+    admission.finish(6)
     assert admission.begin(0) == [] and admission.held_back(0) and not admission.held_back(1)
     admission.again([2])
     assert admission.begin(0) == [2], "a rejected prompt makes room for itself, and goes first"
@@ -215,14 +215,14 @@ def test_dropped_prompt_is_replaced_at_once():
     admission = Admission(prompts_per_step=2, run_ahead=0, max_in_flight=2, end=2)
     admission.generate_from(0, [])
     assert admission.begin(0) == [0, 1] and admission.exhausted
-    admission.drop(0)
+    admission.finish(0, dropped=True)
     assert not admission.exhausted and admission.begin(0) == [2]
-    admission.finish()
-    admission.drop(2)
+    admission.finish(1)
+    admission.finish(2, dropped=True)
     assert admission.begin(0) == [3]
     again = Admission(prompts_per_step=2, run_ahead=0, max_in_flight=2, end=4)
     again.generate_from(2, [3], dropped=[0, 3])
     assert again.begun == 1 and again.begin(0) == [2], "of 0, 1 and 3 two were dropped"
     assert again.begin(1) == [4], "there is one more place"
-    again.finish()
+    again.finish(2)
     assert again.begin(1) == [5] and again.exhausted

@@ -28,7 +28,7 @@ from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.groups import EngineGroup
-from megarl.launch.launcher import Job, fleets_of
+from megarl.launch.launcher import training_job
 from megarl.launch.nodes import place
 from megarl.plan.checkpoints import differences
 from megarl.plan.resolve import RunPlan, resolve
@@ -165,15 +165,13 @@ def test_a_plan_has_groups(tmp_path):
         GeneratorTopology(3, 1),
         "float32",
     )
-    assert [plan.group_of(engine).name for engine in range(plan.engines)] == ["big"] * 2 + [
-        "small"
-    ] * 3
+    assert [topology.tp for topology in plan.topologies] == [4, 4, 1, 1, 1]
     assert [group.settings.max_concurrency for group in plan.groups] == [64, 16]
     source = trainer_layout(plan.spec, plan.trainer_topology, "float32")
     assert [
-        weights_map(plan, source, counts).destination.world_size
-        for counts in ((), (2, 3), (1, 0), (0, 2))
-    ] == [11, 11, 4, 2]
+        weights_map(plan.with_engines(counts), source).destination.world_size
+        for counts in ((2, 3), (1, 0), (0, 2))
+    ] == [11, 4, 2]
     assert [group.topology for group in evaluation_plan(plan).groups] == [
         GeneratorTopology(plan.config.eval.engines, 1)
     ]
@@ -274,8 +272,8 @@ def test_engines_of_a_group_get_whole_nodes_where_they_need_them(tmp_path):
         "generator.groups.big.quantization=none",
         "generator.groups.small.tp=4",
     )
-    fleets = fleets_of(plan, Job("train", tmp_path, "train", "generate"))
-    placed = place(plan.trainer_topology.world_size, fleets, nodes=7, slots=8)
+    groups = training_job(plan).groups
+    placed = place(plan.trainer_topology.world_size, groups, nodes=7, slots=8)
     assert [(part.engine, part.part, part.ranks) for node in placed for part in node.engines] == [
         (0, 0, 8), (0, 1, 8), (1, 0, 8), (1, 1, 8), (2, 0, 4), (3, 0, 4), (4, 0, 4)
     ]  # fmt: skip
@@ -304,7 +302,7 @@ def test_requests_go_to_groups_by_what_their_engines_may_run():
         await settle()
         assert Counter(length for engine in engines[1:] for length, _ in engine.requests)[2] == 1
         joined = fleet.add(Engine("http://3"), group=0)
-        assert fleet.sizes == (1, 2), "one that joins is not counted on yet"
+        assert fleet.counts(fleet.counted) == (1, 2), "one that joins is not counted on yet"
         fleet.come_back(joined)
         assert numbers(fleet.members) == [0, 3, 1, 2]
         assert fleet.counts([*fleet.engines[:2], joined]) == (2, 1)

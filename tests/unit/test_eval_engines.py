@@ -38,7 +38,7 @@ from megarl.evaluation.scores import (
 )
 from megarl.generator.client import EngineUnreachable
 from megarl.launch.commands import render_launch, unscored
-from megarl.launch.launcher import Job, placement
+from megarl.launch.launcher import generating_job, placement, training_job
 from megarl.lora.plan import sends_adapters
 from megarl.messaging.messages import WeightsGrant
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
@@ -126,14 +126,14 @@ def test_evaluation_engines_have_slots_in_a_run_only(tmp_path: Path) -> None:
             "trainer.dp=4",
         )
     )
-    [node] = placement(plan, Job("train", tmp_path, "trainer", "generator"), 1, 0)
+    [node] = placement(plan, training_job(plan), 1, 0)
     assert [(part.name, part.first_slot, part.ranks) for part in node.engines] == [
         ("engine.0", 4, 2),
         ("engine.1", 6, 2),
         ("eval_engine.0", 8, 2),
     ]
     assert node.serves == (0, 1), "the driver of the generator is beside its own engines"
-    [node] = placement(plan, Job("eval", tmp_path, None, "evaluate"), 1, 0)
+    [node] = placement(plan, generating_job(plan, "eval", tmp_path, "evaluate"), 1, 0)
     assert [part.name for part in node.engines] == ["engine.0", "engine.1"]
     shown = render_launch(plan)  # nodes of 8 GPUs, as megarl plan counts them
     assert "launch     2 nodes" in shown

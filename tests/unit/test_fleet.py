@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-from pathlib import Path
 
 import pytest
 from fake_fleets import numbers
 from loops import DEADLINE_S, settle
 
+from megarl.config.schema import GeneratorConfig
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import (
     Completion,
@@ -275,7 +275,7 @@ def test_an_engine_whose_connection_broke_comes_back(in_an_update, comes_back, m
             await fleet.hold(1)
         fleet.lose(EngineUnreachable("first", "reset by peer"))
         watching = asyncio.create_task(
-            watch_returns(fleet, Path("logs"), restarted=True, startup_timeout_s=10)
+            watch_returns(fleet, "", GeneratorConfig(startup_timeout_s=10))
         )
         await settle()
         assert numbers(fleet.without_weights) == ([0] if comes_back else [])
@@ -430,7 +430,7 @@ def test_a_newcomer_that_breaks_starts_again_and_is_not_lost():
             fleet.lose(EngineUnreachable(url, "gone"))
         assert newcomer.state is EngineState.STARTING
         assert fleet.engines[0].state is EngineState.LOST
-        assert fleet.sizes == (2,)
+        assert len(fleet.counted) == 2
         fleet.come_back(newcomer)
         fleet.take_back([newcomer], 4)
         fleet.lose(EngineUnreachable("new", "gone"))

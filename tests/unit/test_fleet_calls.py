@@ -18,8 +18,9 @@ from megarl.executors.engine_calls import FleetCalls
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.engine_state import EngineState
 from megarl.launch.engines import EngineKeeper
-from megarl.launch.joining import Membership, RunningRun
+from megarl.launch.joining import Membership
 from megarl.launch.processes import ProcessGroup, ProcessSpec
+from megarl.launch.running import RunningRun
 from megarl.messaging.messages import FleetAnswer, FleetCall
 from megarl.messaging.rendezvous import Departures, note_departure
 from megarl.messaging.waiting import Background

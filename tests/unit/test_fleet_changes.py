@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,10 +39,10 @@ def test_a_joining_engine_serves_once_it_has_the_weights():
         added = Engine("http://new", is_fresh=False)
         engine = fleet.add(added)
         assert engine.number == 1
-        assert fleet.sizes == (1,)
+        assert len(fleet.counted) == 1
         assert fleet.describe(engine) == "joins: it is starting"
         watching = asyncio.create_task(
-            watch_returns(fleet, Path("logs"), restarted=False, startup_timeout_s=10)
+            watch_returns(fleet, "", GeneratorConfig(on_failure="drop", startup_timeout_s=10))
         )
         await settle()
         assert numbers(fleet.members) == [0]
@@ -53,7 +52,7 @@ def test_a_joining_engine_serves_once_it_has_the_weights():
         assert fleet.describe(engine) == "joins, waits for weights"
         fleet.take_back([engine], 4)
         assert numbers(fleet.serving) == [0, 1]
-        assert fleet.sizes == (2,)
+        assert len(fleet.counted) == 2
         watching.cancel()
 
     run(body)
@@ -71,7 +70,7 @@ def test_requests_of_a_leaving_engine_continue_elsewhere(mode):
         assert first.closed
         assert leaver.state is EngineState.LEFT
         assert numbers(fleet.serving) == [1]
-        assert fleet.sizes == (1,)
+        assert len(fleet.counted) == 1
         await settle()
         assert second.requests == [(2 + 7, 4)]
         second.finish.set()
@@ -172,7 +171,7 @@ def test_places_for_prompts_follow_the_number_of_engines():
     admission.max_in_flight = 4
     assert admission.begin(0) == [2, 3] and admission.empty_share == 0
     admission.max_in_flight = 1
-    admission.finish()
+    admission.finish(0)
     assert admission.begin(0) == [] and admission.empty_share == 0
 
 
@@ -189,6 +188,7 @@ def test_trainer_ranks_make_relays_from_the_map_without_relays(monkeypatch):
     plan: Any = SimpleNamespace(
         config=RunConfig(), groups=engine_groups(GeneratorConfig(engines=4)), spec=None
     )
+    plan.with_engines = lambda counts: plan
     link: Any = None
     trace = SimpleNamespace(mark=lambda *_, **__: None)
     executor: Any = SimpleNamespace(rank=0, layout=plain_map.source, trace=trace, get_model=dict)
@@ -281,6 +281,7 @@ def test_an_engine_that_cannot_join_leaves_and_others_join(ways, left, monkeypat
         tried._opened = None
         tried.map = SimpleNamespace(source=None)
         tried._check = check
+        tried._plan_of = lambda *_: None
         tried._workers_for = lambda members, fleet: [engine.client for engine in members]
         for name, fake in {
             "WeightUpdate": Trial,

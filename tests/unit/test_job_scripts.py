@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.launch.commands import nodes_needed
-from megarl.launch.launcher import Job
+from megarl.launch.launcher import training_job
 from megarl.plan.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_header_requests_the_nodes_of_the_plan(script):
     (config,) = re.findall(r"megarl_job (\S+)", script.read_text())
     plan = resolve(load_config(config, []), "plan")
     assert plan.config.launch.ranks_per_node == int(directive(script, "gpus-per-node"))
-    nodes = nodes_needed(plan, Job("train", Path("logs"), "trainer", "generator"))
+    nodes = nodes_needed(plan, training_job(plan))
     assert nodes == int(directive(script, "nodes"))
 
 

@@ -68,7 +68,7 @@ def test_reason_is_printed_once_before_trackers_close(
     monkeypatch.setattr(commands, "Trackers", SlowTrackers)
     monkeypatch.setattr(commands, "launch", fails)
     plan: Any = SimpleNamespace(config=RunConfig(model=ModelConfig(path="none")))
-    job = Job("sft", tmp_path / "logs", trainer_role="sft", driver_role=None)
+    job = Job("sft", tmp_path / "logs", trainer_role="sft")
 
     def command(*_: object) -> None:
         commands._launch_showing(plan, job, Node(0, 1, "local"), lambda folder: None, tmp_path, 3)

@@ -14,6 +14,7 @@ import colocation
 import pytest
 
 from megarl.config.errors import ConfigError
+from megarl.config.keys import with_settings
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.estimate.baseline import best_baseline
@@ -27,7 +28,6 @@ from megarl.estimate.search import (
     problems,
     remedies,
     search,
-    with_settings,
 )
 from megarl.models import load_spec
 from megarl.plan.topologies import gpus_of_run
@@ -203,7 +203,14 @@ def test_config_that_fits_has_no_remedy() -> None:
     assert remedies(config, spec, estimate(config, spec)) == []
 
 
-@pytest.mark.parametrize("name", ["405b_aipo", "8b_aipo", "qwen3_30b_a3b_aipo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "8b_aipo",
+        pytest.param("405b_aipo", marks=pytest.mark.long),
+        pytest.param("qwen3_30b_a3b_aipo", marks=pytest.mark.long),
+    ],
+)
 def test_the_baseline_does_not_depend_on_the_config_sizes(name: str) -> None:
     """Neither on concurrency and microbatches, nor on parallel sizes and precision."""
     config, spec = load(name)

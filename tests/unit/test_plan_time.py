@@ -25,7 +25,6 @@ from megarl.estimate.times import (
     balanced_sync_s,
     sync_s,
 )
-from megarl.generator.groups import generator_topology
 from megarl.models import load_spec
 from megarl.models.registry import attended, flops_per_token
 from megarl.plan.topologies import trainer_topology
@@ -518,7 +517,7 @@ def test_the_update_is_that_of_the_map(name: str) -> None:
     source = trainer_layout(spec, trainer_topology(run_config.trainer), "bfloat16")
     destination = generator_layout(
         spec,
-        generator_topology(run_config.generator),
+        run_config.generator.topology,
         "bfloat16",
         quantization=run_config.generator.quantization,
     )

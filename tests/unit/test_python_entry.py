@@ -23,7 +23,7 @@ import megarl
 from megarl import api, cli
 from megarl.base.coroutines import run_coroutine
 from megarl.config.load import dump_config
-from megarl.launch import commands, joining, launcher
+from megarl.launch import commands, launcher, running
 from megarl.launch.nodes import Node
 from megarl.launch.watch import Stopped, termination_as_exit
 from megarl.plan.resolve import RunPlan
@@ -512,8 +512,8 @@ def test_a_run_is_stopped_through_its_launch_folder(
 ) -> None:
     with pytest.raises(megarl.ConfigError, match="megarl train has never run there"):
         megarl.Run(run_dir).stop()
-    going: Any = joining.RunningRun(str(run_dir), tmp_path, None)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(joining, "find_run", lambda folder: going)
+    going: Any = running.RunningRun(str(run_dir), tmp_path, None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(running, "find_run", lambda folder: going)
     megarl.Run(run_dir).stop()
     assert launcher.Meeting(tmp_path, Node(0, 1, "local"), 1.0, 1.0).asked_to_stop()
 

@@ -22,7 +22,7 @@ from megarl.data.datasets import answers_of
 from megarl.data.tokenizer import Tokenizer, tokenizer_of
 from megarl.estimate.estimate import estimate
 from megarl.generator.completions import Completion, EngineError, score_in
-from megarl.launch.launcher import Job, placement
+from megarl.launch.launcher import placement, training_job
 from megarl.models import load_spec
 from megarl.plan.checkpoints import changes
 from megarl.plan.resolve import resolve
@@ -90,9 +90,9 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         "roles.judge.opponents=2: needs roles.judge.mode=pairwise",
         "roles.judge: nothing uses it; name it in reward.name, reward.parts or eval.reward, or "
         "set roles.judge=null",
-        "roles.engine: its name must be letters, digits, - and _, and none of trainer, generator, "
-        "engine, reward, tool, sft, evaluate, "
-        "export, hub, evaluator, evaluation, eval_engine",
+        "roles.engine: its name must be letters, digits, - and _, and none of trainer, reward, "
+        "tool, sft, evaluate, export, hub, evaluation, generator, evaluator, engine, "
+        "eval_engine",
         "roles.helper.role=null: must be one of critic, reward_model, judge, teacher, reference; only "
         "a role that is called so needs none",
         "roles.rm.verdict=(a): a reward_model has no such setting",
@@ -206,7 +206,7 @@ def test_engines_of_roles_have_ranks_of_their_own(tmp_path: Path) -> None:
         "reward.parts.b.name=roles.judge",
     )
     plan = resolve(run_config, "plan")
-    first, second = placement(plan, Job("train", tmp_path, "trainer", "generator"), 2, 8)
+    first, second = placement(plan, training_job(plan), 2, 8)
     assert [part.name for part in first.engines] == ["engine.0", "engine.1"]
     assert first.serves == (
         0,

@@ -28,6 +28,7 @@ from megarl.base.shared_gpu import (
 )
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import load_config
+from megarl.config.schema import GeneratorConfig
 from megarl.estimate.estimate import estimate, with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import PAGE_SLACK
@@ -35,12 +36,13 @@ from megarl.estimate.report import advised_capacity, render, render_sharing
 from megarl.estimate.search import remedies
 from megarl.estimate.times import update_bytes_per_s
 from megarl.generator.completions import Sampling
+from megarl.generator.groups import EngineGroup, Purpose
 from megarl.launch import commands, launcher, start
 from megarl.launch import gpus as launch_gpus
 from megarl.launch.gpus import InstalledGpu
-from megarl.launch.launcher import Job, placement, too_small_gpus
+from megarl.launch.launcher import placement, too_small_gpus, training_job
 from megarl.launch.meeting import NodeReport
-from megarl.launch.nodes import EngineFleet, place
+from megarl.launch.nodes import place
 from megarl.launch.start import NodePart
 from megarl.messaging.host import Host
 from megarl.messaging.rendezvous import EngineAddress, Rendezvous
@@ -86,7 +88,11 @@ def planned(*overrides: str, command: str = "plan") -> RunPlan:
 )
 def test_engines_are_on_the_trainers_slots(trainer, engines, tp, slots):
     (node,) = place(
-        trainer, [EngineFleet(engines, tp)], nodes=1, slots=max(trainer, engines * tp), shared=True
+        trainer,
+        [EngineGroup("", GeneratorConfig(engines=engines, tp=tp))],
+        nodes=1,
+        slots=max(trainer, engines * tp),
+        shared=True,
     )
     assert len(node.trainer_ranks) == trainer
     assert [part.first_slot for part in node.engines] == slots
@@ -95,7 +101,10 @@ def test_engines_are_on_the_trainers_slots(trainer, engines, tp, slots):
 def test_shared_run_fills_several_nodes_from_the_first():
     placed = place(
         16,
-        [EngineFleet(4, 4), EngineFleet(1, 8, "judge", "roles.judge")],
+        [
+            EngineGroup("", GeneratorConfig(engines=4, tp=4)),
+            EngineGroup("", GeneratorConfig(tp=8), purpose=Purpose("judge", "engines of judge")),
+        ],
         nodes=3,
         slots=8,
         shared=True,
@@ -112,7 +121,7 @@ def test_too_few_gpus_name_sharing_as_a_way_out():
         ConfigError,
         match="need 2 nodes of 1 slots; .* share GPUs .cluster.share_gpus=true., or reduce the sizes",
     ):
-        place(1, [EngineFleet(1, 1)], nodes=1, slots=1)
+        place(1, [EngineGroup("", GeneratorConfig())], nodes=1, slots=1)
 
 
 def test_engines_without_a_trainer_have_their_gpus_alone():
@@ -149,10 +158,10 @@ def specs_of(
     node_gpus = tuple(InstalledGpu(name, "") for name in names)
     for module in (start, launcher):
         monkeypatch.setattr(module, "gpus", lambda: node_gpus)
-    (node,) = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, len(names))
+    (node,) = placement(plan, training_job(plan), 1, len(names))
     engines = [EngineAddress("ADDRESS", 0, 0)] * len(node.engines)
     rendezvous = Rendezvous(
-        hub_host="", hub_port=0, key_file="KEY", trainer_host="", trainer_port=0,
+        hub_host="", hub_ports={}, key_file="KEY", trainer_host="", trainer_port=0,
         engines={"engine": engines},
         engine_key="", engine_admin_key="", start_step=0, checkpoint="",
     )  # fmt: skip

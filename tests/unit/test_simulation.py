@@ -484,7 +484,7 @@ def trains_on_it_again(self, ordinal):
     return group
 
 
-def frees_no_place(self):
+def frees_no_place(self, ordinal, outside=False, dropped=False):
     """Planted fault: a finished prompt keeps its place."""
 
 
@@ -493,8 +493,8 @@ def forgets_who_is_done(self, ledger=RolloutBuffer.ledger):
     return msgspec.structs.replace(state, consumed_below=max(0, state.consumed_below - 1))
 
 
-def replaces_no_dropped_prompt(self, ordinal):
-    self.in_flight -= 1
+def replaces_no_dropped_prompt(self, ordinal, outside, dropped, finish=Admission.finish):
+    finish(self, ordinal, outside)
 
 
 def rejects_too_late(self, step, reject=RolloutBuffer.reject):
@@ -507,7 +507,7 @@ WRONG = {
     "trains on it again": [(RolloutBuffer, "_consume", trains_on_it_again)],
     "frees no place": [(Admission, "finish", frees_no_place)],
     "forgets who is done": [(RolloutBuffer, "ledger", forgets_who_is_done)],
-    "replaces no dropped prompt": [(Admission, "drop", replaces_no_dropped_prompt)],
+    "replaces no dropped prompt": [(Admission, "finish", replaces_no_dropped_prompt)],
     # The generator begins no prompt that would be too old, and the buffer takes no group that is:
     # either rule alone suffices.
     "trains on what is too old": [

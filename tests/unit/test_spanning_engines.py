@@ -13,7 +13,7 @@ from megarl.config.load import load_config
 from megarl.generator.seeds import seed_of
 from megarl.generator.server import drawing_anew
 from megarl.launch.commands import render_launch
-from megarl.launch.launcher import Job, placement
+from megarl.launch.launcher import placement, training_job
 from megarl.launch.meeting import NodeReport
 from megarl.launch.start import NodePart
 from megarl.messaging.rendezvous import EngineAddress, Rendezvous
@@ -40,9 +40,9 @@ def node_part(plan, node, report, rendezvous) -> NodePart:
 def test_parts_of_an_engine_meet_at_the_port_of_its_first_node():
     """Each part listens on a port of its own."""
     plan = resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan")
-    placed = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 68, 8)
+    placed = placement(plan, training_job(plan), 68, 8)
     rendezvous = Rendezvous(
-        hub_host="h64", hub_port=1, key_file="KEY", trainer_host="h0", trainer_port=2,
+        hub_host="h64", hub_ports={}, key_file="KEY", trainer_host="h0", trainer_port=2,
         engines={"engine": [EngineAddress("h64", 3, 5), EngineAddress("h66", 4, 6)]},
         engine_key="", engine_admin_key="", start_step=0, checkpoint="",
     )  # fmt: skip
@@ -99,7 +99,7 @@ def test_nccl_has_one_kind_of_memory_on_both_sides(monkeypatch, transport, envir
     if environment is not None:
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", environment)
     plan = resolve(load_config("configs/8b_aipo.yaml", [f"weights.transport={transport}"]), "plan")
-    [node] = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, 8)
+    [node] = placement(plan, training_job(plan), 1, 8)
     rendezvous = Rendezvous(
         "h", 1, "KEY", "h", 2, {"engine": [EngineAddress("h", 3, 4)] * 4}, "", "", 0, ""
     )
@@ -129,11 +129,11 @@ def test_engines_on_the_cores_of_one_node_do_not_share_them(monkeypatch):
     plan = resolve(
         load_config("configs/quickstart.yaml", ["generator.engines=3", "generator.tp=1"]), "plan"
     )
-    job = Job("train", Path("logs"), "trainer", "generator")
+    job = training_job(plan)
     [node] = placement(plan, job, 1, 0)
     rendezvous = Rendezvous(
         "h",
-        1,
+        {},
         "KEY",
         "h",
         2,
