@@ -11,10 +11,11 @@ from typing import Any
 from megarl.base.results import CommandResult
 from megarl.config.errors import ConfigError
 from megarl.estimate import report
+from megarl.estimate.baseline import best_baseline
 from megarl.estimate.estimate import check_longest, estimate, steps_by_capacity, to_json
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.memory import rank_bytes
-from megarl.estimate.search import best_baseline, remedies, search
+from megarl.estimate.search import remedies, search
 from megarl.estimate.theory import compare
 from megarl.estimate.times import update_bytes_per_s
 from megarl.lora.estimate import adapters_s

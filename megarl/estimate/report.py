@@ -7,11 +7,11 @@ from typing import Any
 
 from megarl.config.keys import Settings, value_at, with_settings
 from megarl.config.schema import RunConfig
+from megarl.estimate.baseline import Baseline
 from megarl.estimate.estimate import Estimate, GroupEstimate, generate_parts, train_parts
 from megarl.estimate.hardware import GIB, Gpu
 from megarl.estimate.memory import KV_ITEM_BYTES, dropped_share
 from megarl.estimate.search import (
-    Baseline,
     Remedy,
     SearchResult,
     Side,
@@ -213,13 +213,13 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
     )
     if baseline:
         ratio = baseline.step_s / result.step_s
-        layout = (
-            f"colocated on the same GPUs, the best that fits, model parallel {baseline.m}: "
-            f"x{ratio:.2f}"
+        yield (
+            f"           {'synchronous':<14}{baseline.step_s:9.2f}   x{ratio:.2f}; the best on as "
+            "many GPUs:"
         )
-        yield f"           {'synchronous':<14}{baseline.step_s:9.2f}   {layout}"
+        yield f"           {'':<14}{'':9}   {baseline.describe()}"
     else:
-        yield f"           {'synchronous':<14}{'-':>9}   colocated on the same GPUs nothing fits"
+        yield f"           {'synchronous':<14}{'-':>9}   nothing fits on as many GPUs"
     yield f"rates      {result.train.tflops:.0f} TFLOP/s per training GPU; {_decode(result)}"
 
 
@@ -428,7 +428,7 @@ def details(
         "concurrency_per_engine": result.generate.concurrency,
         "kv_cache_tokens": min(group.kv_tokens for group in result.groups),
         "decode_step_s": result.generate.token_s,
-        "sync_baseline_model_parallel": baseline.m if baseline else None,
+        "sync_baseline": baseline.describe() if baseline else None,
         **groups,
         "roles": {
             name: {"gpus": r.gpus, "gib_per_gpu": r.memory.total / GIB, "score_s": r.score_s}

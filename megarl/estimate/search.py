@@ -93,104 +93,6 @@ def as_overrides(settings: Settings) -> str:
     return " ".join(f"{key}={yaml_text(value)}" for key, value in settings.items())
 
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The synchronous framework with which a plan is compared (LlamaRL, equations 2 and 6): all
-    GPUs generate, then all GPUs train.
-
-    Both phases have the same model parallel size m and stay in memory together. The engines have
-    bf16 weights, like the trainer. The baseline has the fastest m whose memory fits, so the
-    speed-up is relative to the best that such a system could do.
-    """
-
-    m: int
-    step_s: float
-
-
-def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
-    """The fastest baseline on `gpus` GPUs, or None if no m fits."""
-    baselines = []
-    for m in SIZES:
-        step_s = _step_s(config, spec, gpus, m) if gpus % m == 0 else None
-        if step_s is not None:
-            baselines.append(Baseline(m, step_s))
-    return min(baselines, key=lambda baseline: baseline.step_s, default=None)
-
-
-def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | None:
-    cluster = Cluster.of(config)
-    workload = Workload.of(config)
-    dtype = config.model.dtype
-    constants = constants_of(cluster.gpu.name)
-    times = []
-    for trainer, generator in _layouts(config, spec, gpus, m):
-        colocated = replace(config, trainer=trainer, generator=generator)
-        if any(True for _ in check_sizes(colocated, spec)):
-            continue
-        try:
-            trainer_memory = training_memory(config, spec, trainer, cluster.gpu)
-            # this is counted once: the phases share the GPU
-            occupied = trainer_memory.total - trainer_memory.runtime
-            beside_trainer = kv_room(
-                spec,
-                replace(generator, mem_fraction=1.0),
-                dtype,
-                cluster.gpu,
-                BesideCache(occupied=occupied),
-            )
-            tokens = math.floor(min(beside_trainer, kv_room(spec, generator, dtype, cluster.gpu)))
-            if tokens < workload.longest:
-                continue
-            generator = replace(generator, kv_cache_tokens=tokens)
-            train = training_time(config, spec, trainer, workload)
-            model = generate_model(config, spec, generator)
-            generate = model.seconds(Workload.generated(config))
-        except ConfigError:
-            # trainer or engine cannot have these sizes: the checks find most such cases, the
-            # layouts find all
-            continue
-        times.append(train.total + generate.total + constants.glue_s)
-    return min(times, default=None)
-
-
-def _layouts(
-    config: RunConfig, spec: ModelSpec, gpus: int, m: int
-) -> Iterator[tuple[TrainerConfig, GeneratorConfig]]:
-    """Trainers with tp * pp = m, and ep from the config if it divides (else 1), each with engines
-    of tp = m.
-    """
-    for tp in (1, 2, 4, 8):
-        if m % tp:
-            continue
-        pp = m // tp
-        dp = gpus // m
-        ep = config.trainer.ep if spec.num_experts and tp * dp % config.trainer.ep == 0 else 1
-        first, last = even_stages(spec.num_layers, pp)
-        trainer = replace(
-            config.trainer,
-            tp=tp,
-            pp=pp,
-            vpp=1,
-            cp=1,
-            dp=dp,
-            ep=ep,
-            etp=1,
-            zero=1,
-            recompute=True,
-            sequence_parallel=tp > 1,
-            first_stage_layers=first,
-            last_stage_layers=last,
-        )
-        ep = min(m, config.generator.ep) if spec.num_experts else 1
-        plain = replace(
-            config.generator, dp_attention=1, quantization=None, groups={}, kv_cache_tokens=None
-        )
-        yield trainer, replace(plain, tp=m, ep=ep, engines=gpus // m)
-
-
 def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
     """Numbers of layers of the first and the last stage if pp does not divide `layers`.
 
@@ -251,10 +153,10 @@ class Search:
         self.cached = cached_workload(self.config)
         self.constants = constants_of(self.cluster.gpu.name)
         self.dtype = self.config.model.dtype
-        self.trainer_shapes = list(_trainer_shapes(self.config, self.spec, self.cluster))
+        self.trainer_shapes = list(trainer_shapes(self.config, self.spec, self.cluster))
         self.generator_shapes = []
         if not self.config.generator.has_groups:
-            self.generator_shapes = list(_generator_shapes(self.config, self.spec))
+            self.generator_shapes = list(generator_shapes(self.config, self.spec))
 
     def run(self) -> SearchResult:
         """Raises ConfigError if nothing fits the budget."""
@@ -459,7 +361,7 @@ def _fastest_too_large(best: Side, sides: Iterator[Side]) -> Side | None:
     )
 
 
-def _trainer_shapes(
+def trainer_shapes(
     config: RunConfig, spec: ModelSpec, cluster: Cluster
 ) -> Iterator[TrainerConfig]:
     """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts,
@@ -502,7 +404,7 @@ def _trainer_shapes(
                         )
 
 
-def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
+def generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
     """Combinations of all settings except the number of engines: tensor parallelism, precision,
     concurrency.
     """

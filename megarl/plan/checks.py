@@ -344,14 +344,10 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
             f"{spec.linear_key_heads} key heads of gated delta nets, which context parallelism "
             "shares out too"
         )
-    heads = f"the model's {spec.num_kv_heads} key-value heads"
-    repeats_heads = trainer.tp > spec.num_kv_heads and trainer.tp % spec.num_kv_heads == 0
-    if repeats_heads and not spec.kv_lora_rank:
-        yield f"trainer.tp={trainer.tp}: must be at most {heads}"
     if generator.tp > spec.num_kv_heads and spec.qk_norm_of_all_heads:
         yield (
-            f"generator.tp={generator.tp}: must be at most {heads}: SGLang shards the norm of all "
-            "keys, but repeats the heads"
+            f"generator.tp={generator.tp}: must be at most the model's {spec.num_kv_heads} "
+            "key-value heads: SGLang shards the norm of all keys, but repeats the heads"
         )
     if generator.dp_attention > config.generator.max_concurrency:
         yield (

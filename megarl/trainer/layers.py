@@ -382,7 +382,8 @@ class NormOfAllHeads(torch.nn.Module):
     """RMS normalisation of queries or keys over all heads of all tensor ranks together.
 
     Every rank has the weights of all heads, but gradients only for its own heads. Megatron sums
-    these gradients over the ranks (finalize_model_grads).
+    these gradients over the ranks (finalize_model_grads). If there are more ranks than heads, each
+    head is on several ranks in a row.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int):
@@ -391,22 +392,25 @@ class NormOfAllHeads(torch.nn.Module):
         self.eps = eps
         self.width = heads * hidden_size
         self.group = tensor_group()
+        self.repeats = max(1, self.group.size() // heads)  # ranks that have the same head
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
             torch.ones(self.width, dtype=config.params_dtype, device=device)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., heads / tp, d]."""
+        """x [..., heads / tp (at least one), d]."""
         values = x.flatten(-2).float()
         squares = reduce_from_tensor_model_parallel_region(
             values.square().sum(-1, keepdim=True), group=self.group
         )
         # its gradient comes from the heads of all ranks
         squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
-        weight = self.weight.chunk(self.group.size())[self.group.rank()]
+        parts = self.group.size() // self.repeats
+        weight = self.weight.chunk(parts)[self.group.rank() // self.repeats]
+        mean_square = squares / (self.width * self.repeats)
         return (
-            (weight * (values * torch.rsqrt(squares / self.width + self.eps)))
+            (weight * (values * torch.rsqrt(mean_square + self.eps)))
             .to(x.dtype)
             .view_as(x)
         )

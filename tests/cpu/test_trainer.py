@@ -151,6 +151,13 @@ def runs(
             if case.values in cases_of_tests and LAYOUTS[case.values[1]][0] == world
         ]
 
+    def saving(world: int) -> list[dict[str, Any]]:
+        return [
+            checkpoint("save", name, layout)
+            for name, layout in saves.items()
+            if LAYOUTS[layout][0] == world
+        ]
+
     untied = str(models["untied"])
     torch.save(LOGPROBS, out / "logprob_inputs.pt")
 
@@ -170,6 +177,8 @@ def runs(
             "optimizer": ADAM,
         }
 
+    if saving(4):
+        spawn(4, out, saving(4))
     spawn(2, out, [
         *gradients(2),
         *(
@@ -177,7 +186,7 @@ def runs(
             "topology": topology, "dtype": "bfloat16"}
             for model, topology in BF16 if (model, None) in cases_of_tests
         ),
-        *(checkpoint("save", name, layout) for name, layout in saves.items()), *loads(2),
+        *saving(2), *loads(2),
         {"run": "init", "name": "init.tp2", "model": untied, "topology": {"tp": 2}, "seed": 3},
         train("tp2", tp=2), train("dp2", dp=2), logprobs(2),
     ])  # fmt: skip

@@ -32,11 +32,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": (
         "untied",
         ALL,
-        "single tp2 tp2_sp_recompute pp2 pp2_vpp2 cp2 dp2_zero0 dp2_zero1 tp2_pp2",
+        "single tp2 tp2_sp_recompute pp2 pp2_vpp2 cp2 dp2_zero0 dp2_zero1 tp2_pp2 tp4_sp",
     ),
     "tied": ("tied", ALL, "pp2"),
     "some": ("qwen2", ALL | {"targets": ["q_proj", "v_proj", "up_proj"]}, "tp2_sp_recompute"),
-    "norms_after": ("olmo2", ALL, "tp2_sp_recompute"),
+    "norms_after": ("olmo2", ALL, "tp2_sp_recompute tp4"),
     "own": ("qwen3_moe", ALL, "single ep2 ep2_zero0 tp2_etp2 dp2_tp2_etp2_ep2"),
     "shared": (
         "qwen3_moe",

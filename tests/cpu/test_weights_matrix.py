@@ -62,6 +62,7 @@ DTYPES = ("float32", "bfloat16")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": {"tp": 2},
+    "TP4": {"tp": 4},  # the models have 2 key-value heads (multi-head latent attention has none)
     "PP2": {"pp": 2},
     "TP2xPP2": {"tp": 2, "pp": 2},
     "VPP2": {"pp": 2, "vpp": 2},
@@ -138,7 +139,7 @@ SETTINGS += [Setting(family, "bfloat16", 1, drafts=True) for family in NAMES]
 SPECULATIVE = {"algorithm": "nextn", "steps": 2}
 # tests that are not marked `long`: each kind of engine, and trainers that cut on different axes
 SAMPLE = {
-    Setting("llama", "float32", 1): ("TP2xPP2",),
+    Setting("llama", "float32", 1): ("TP2xPP2", "TP4"),
     Setting("qwen2", "bfloat16", 2): ("VPP2",),
     Setting("qwen3_moe", "float32", 2, 2): ("EP2", "TP2xEP2"),
     Setting("deepseek_v3", "float32", 2, 1, 2): ("DP2-zero0",),

@@ -237,6 +237,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "tp2_etp1": (2, {"tp": 2}, SP),  # every tensor-parallel rank holds whole experts
     "tp2_etp2": (2, {"tp": 2, "etp": 2}, SP),
     "tp2_ep2": (2, {"tp": 2, "ep": 2}, {"sequence_parallel": True, "recompute": True}),
+    # More ranks than key-value heads: each of these heads is on two ranks.
+    "tp4": (4, {"tp": 4}, {}),
+    "tp4_sp": (4, {"tp": 4}, SP),
+    "tp4_ep2": (4, {"tp": 4, "ep": 2}, {"sequence_parallel": True, "recompute": True}),
     "tp2_pp2": (4, {"tp": 2, "pp": 2}, {}),
     "tp2_cp2": (4, {"tp": 2, "cp": 2}, SP),
     "tp2_dp2_ep2": (4, {"tp": 2, "dp": 2, "ep": 2}, SP),
@@ -246,26 +250,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 # The layouts for each model: its traits on every axis that treats them specially. Layouts after the
 # bar are marked `long`. Those before the bar cover each model and each way to cut one.
 TESTED = {
-    "untied": "single tp2_pp2 cp2 | selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 "
+    "untied": "single tp2_pp2 cp2 tp4_sp | tp4 selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 "
     "dp2_zero1 pp2_vpp2",
-    "tied": "tp2_sp_recompute dp2_pp2_vpp2_overlap pp2_uneven dp2_zero1 | single "
+    "tied": "tp2_sp_recompute dp2_pp2_vpp2_overlap pp2_uneven dp2_zero1 | tp4 single "
     "dp2_zero0_overlap tp2 pp2 dp2_zero0 tp2_pp2 pp2_vpp2",
-    "mistral": "single | tp2_pp2 cp2",
-    "gemma3": "cp2 | single tp2_sp_recompute tp2_pp2",
-    "olmo2": "tp2 | single tp2_sp_recompute cp2 tp2_pp2",
-    "phi3": "tp2_cp2 | single tp2_pp2",
-    "qwen2": "tp2_sp_recompute | single",
-    "qwen3": "tp2 | single tp2_cp2",
-    "qwen3_moe": "pp2_vpp2 ep2_zero0 tp2_dp2_ep2 | single ep2 cp2_ep2 tp2_etp1 tp2_ep2 "
+    "mistral": "single | tp4 tp2_pp2 cp2",
+    "gemma3": "cp2 | tp4_sp single tp2_sp_recompute tp2_pp2",
+    "olmo2": "tp2 tp4 | tp4_sp single tp2_sp_recompute cp2 tp2_pp2",
+    "phi3": "tp2_cp2 | tp4 single tp2_pp2",
+    "qwen2": "tp2_sp_recompute | tp4 single",
+    "qwen3": "tp2 | tp4 tp4_sp single tp2_cp2",
+    "qwen3_moe": "pp2_vpp2 ep2_zero0 tp2_dp2_ep2 | tp4_ep2 single ep2 cp2_ep2 tp2_etp1 tp2_ep2 "
     "dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
-    "mixtral": "ep2 | single",
+    "mixtral": "ep2 | tp4_ep2 single",
     "deepseek_v3": "tp2_ep2 | single cp2_ep2 pp2_vpp2_ep2",
-    "glm4_moe": "cp2_ep2 | single tp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
+    "glm4_moe": "cp2_ep2 | tp4_ep2 single tp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
     "glm4_moe_air": "single",
-    "gpt_oss": "tp2_etp1 | single cp2_ep2 tp2_ep2 pp2_vpp2_ep2",
-    "qwen3_next": "tp2_ep2 | single cp2_ep2 tp2_cp2 pp2_vpp2_ep2",
-    "qwen3_5": "single | tp2 tp2_cp2 pp2",
-    "qwen3_5_moe": "tp2_ep2 | single pp2_vpp2_ep2",
+    "gpt_oss": "tp2_etp1 | tp4_ep2 single cp2_ep2 tp2_ep2 pp2_vpp2_ep2",
+    "qwen3_next": "tp2_ep2 tp4_ep2 | single cp2_ep2 tp2_cp2 pp2_vpp2_ep2",
+    "qwen3_5": "single | tp4 tp2 tp2_cp2 pp2",
+    "qwen3_5_moe": "tp2_ep2 | tp4_ep2 single pp2_vpp2_ep2",
 }
 # These are also tested with routing replay.
 REPLAYED = [
@@ -279,12 +283,13 @@ REPLAYED = [
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # name -> (model, layout that saves, layouts that load; after the bar as above)
 CHECKPOINTS = {
-    "zero1": ("tied", "tp2_zero1", "dp2_zero1 pp2_vpp2 | single tp2_zero1 pp2 tp2_pp2"),
+    "zero1": ("tied", "tp2_zero1", "dp2_zero1 pp2_vpp2 | tp4 single tp2_zero1 pp2 tp2_pp2"),
     "zero0": ("tied", "tp2", "pp2_zero0 | dp2_zero0"),
     "experts": ("deepseek_v3", "ep2", "pp2_vpp2_ep2 | single ep2"),
     "dense_first": ("glm4_moe", "ep2", "| tp2_ep2"),
     "sinks": ("gpt_oss", "ep2", "| tp2_ep2"),
     "gated_delta_nets": ("qwen3_next", "ep2", "tp2_ep2 |"),
+    "repeated_heads": ("qwen3", "tp4_sp", "tp2_zero1 |"),
     "experts_zero0": ("qwen3_moe", "ep2_zero0", "| dp2_zero0"),
 }
 

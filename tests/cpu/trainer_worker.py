@@ -55,9 +55,9 @@ def main() -> None:
 
     import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
 
-    for number, scenario in enumerate(scenarios):
+    for scenario in scenarios:
         ranks = [
-            start(rank, world_size, f"{rendezvous}.{number}", scenario, out)
+            start(rank, world_size, f"{rendezvous}.{scenario['name']}", scenario, out)
             for rank in range(world_size)
         ]
         statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import colocation
@@ -16,19 +17,20 @@ from megarl.config.errors import ConfigError
 from megarl.config.keys import with_settings
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
+from megarl.estimate.baseline import best_baseline
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GIB
 from megarl.estimate.search import (
     Search,
     SearchResult,
     as_overrides,
-    best_baseline,
     even_stages,
     problems,
     remedies,
     search,
 )
 from megarl.models import load_spec
+from megarl.plan.topologies import gpus_of_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -201,13 +203,57 @@ def test_config_that_fits_has_no_remedy() -> None:
     assert remedies(config, spec, estimate(config, spec)) == []
 
 
-def test_the_baseline_holds_both_phases() -> None:
-    """At 405B, memory needs 64 GPUs a model, as in the paper's baseline."""
-    config, spec = load("405b_aipo")
-    baseline = best_baseline(config, spec, 1024)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "8b_aipo",
+        pytest.param("405b_aipo", marks=pytest.mark.long),
+        pytest.param("qwen3_30b_a3b_aipo", marks=pytest.mark.long),
+    ],
+)
+def test_the_baseline_does_not_depend_on_the_config_sizes(name: str) -> None:
+    """Neither on concurrency and microbatches, nor on parallel sizes and precision."""
+    config, spec = load(name)
+    gpus = gpus_of_run(config)
+    baseline = best_baseline(config, spec, gpus)
     assert baseline is not None
-    assert baseline.m == 64
-    assert baseline.step_s > 3 * estimate(config, spec).step_s
+    other = [
+        "generator.max_concurrency=8",
+        "generator.quantization=null",
+        "generator.tp=8",
+        "trainer.max_tokens_per_microbatch=8192",
+        "trainer.recompute=true",
+        "async.capacity=3",
+    ]
+    changed, _ = load(name, *other)
+    assert best_baseline(changed, spec, gpus) == baseline
+
+
+def test_the_baseline_is_the_least_of_what_can_be_planned() -> None:
+    """Its own sizes, planned on shared GPUs without any lag, take as long; others take longer."""
+    config, spec = load("8b_aipo")
+    baseline = best_baseline(config, spec, 8)
+    assert baseline is not None and baseline.shared
+    plan = replace(
+        config,
+        trainer=baseline.trainer,
+        generator=baseline.generator,
+        cluster=replace(config.cluster, share_gpus=True),
+        async_=replace(config.async_, capacity=0),
+    )
+    planned = estimate(plan, spec)
+    assert planned.step_s - planned.sync_s == pytest.approx(baseline.step_s, rel=0.02)
+    for other in (
+        replace(plan, generator=replace(plan.generator, tp=8, engines=1)),
+        replace(plan, generator=replace(plan.generator, quantization=None)),
+        replace(plan, trainer=replace(plan.trainer, recompute=not plan.trainer.recompute)),
+    ):
+        slower = estimate(other, spec)
+        assert slower.overfull or slower.step_s >= planned.step_s
+
+
+def test_the_baseline_needs_memory_for_both_sides() -> None:
+    config, spec = load("405b_aipo")
     assert best_baseline(config, spec, 8) is None
 
 
