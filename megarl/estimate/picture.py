@@ -9,9 +9,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from megarl.estimate.baseline import Baseline
 from megarl.estimate.estimate import Estimate, generate_parts, train_parts
 from megarl.estimate.report import gib_parts
-from megarl.estimate.baseline import Baseline
 
 # a letter's share of the longest bar: names that do not fit into their part are only in the legend
 LETTER = 0.0085

@@ -41,7 +41,6 @@ from megarl.estimate.memory import (
     Workload,
     generator_memory,
     generator_weights,
-    kv_room,
     kv_tokens,
     landing_bytes,
     over_bytes,
@@ -52,7 +51,6 @@ from megarl.models import ModelSpec
 from megarl.plan.checks import (
     CONFIG_CHECKS,
     MODEL_CHECKS,
-    check_sizes,
     problems_by_group,
     refused_by_train,
     with_model,
@@ -361,9 +359,7 @@ def _fastest_too_large(best: Side, sides: Iterator[Side]) -> Side | None:
     )
 
 
-def trainer_shapes(
-    config: RunConfig, spec: ModelSpec, cluster: Cluster
-) -> Iterator[TrainerConfig]:
+def trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iterator[TrainerConfig]:
     """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts,
     microbatches, recomputation, and context parallelism for long sequences.
     """

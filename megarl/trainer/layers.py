@@ -409,11 +409,7 @@ class NormOfAllHeads(torch.nn.Module):
         parts = self.group.size() // self.repeats
         weight = self.weight.chunk(parts)[self.group.rank() // self.repeats]
         mean_square = squares / (self.width * self.repeats)
-        return (
-            (weight * (values * torch.rsqrt(mean_square + self.eps)))
-            .to(x.dtype)
-            .view_as(x)
-        )
+        return (weight * (values * torch.rsqrt(mean_square + self.eps))).to(x.dtype).view_as(x)
 
 
 class NormedResidual(torch.nn.Module):
