@@ -187,7 +187,7 @@ def _layouts(
             continue
         pp = m // tp
         dp = gpus // m
-        ep = config.trainer.ep if spec.num_experts and tp * dp % config.trainer.ep == 0 else 1
+        ep = config.trainer.ep if spec.experts and tp * dp % config.trainer.ep == 0 else 1
         first, last = even_stages(spec.num_layers, pp)
         trainer = replace(
             config.trainer,
@@ -204,7 +204,7 @@ def _layouts(
             first_stage_layers=first,
             last_stage_layers=last,
         )
-        ep = min(m, config.generator.ep) if spec.num_experts else 1
+        ep = min(m, config.generator.ep) if spec.experts else 1
         plain = replace(
             config.generator, dp_attention=1, quantization=None, groups={}, kv_cache_tokens=None
         )
@@ -485,9 +485,7 @@ def _trainer_shapes(
     """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts,
     microbatches, recomputation, and context parallelism for long sequences.
     """
-    experts = [
-        2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64
-    ] or [1]
+    experts = [2**i for i in range(7) if spec.experts and spec.experts.count % 2**i == 0] or [1]
     longest = config.rollout.max_tokens + config.plan.mean_prompt_tokens
     budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [
         config.trainer.max_tokens_per_microbatch
@@ -528,7 +526,7 @@ def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorC
     """
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):
-            for ep in sorted({1, tp}) if spec.num_experts else (1,):
+            for ep in sorted({1, tp}) if spec.experts else (1,):
                 shape = replace(
                     config.generator,
                     tp=tp,
@@ -652,7 +650,7 @@ def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]
         }
         yield {"trainer.pp": 2 * t.pp, "trainer.dp": t.dp // 2} | keep
         yield {"trainer.cp": 2 * t.cp, "trainer.dp": t.dp // 2}
-    if spec.num_experts:
+    if spec.experts:
         yield {"trainer.ep": 2 * t.ep}
     yield {"trainer.dp": 2 * t.dp}
     yield from _larger_gpu(config)

@@ -324,9 +324,7 @@ class TrainModel:
     @property
     def _experts_share(self) -> float:
         """The share of layers with experts."""
-        if not self.spec.num_experts:
-            return 0.0
-        return 1 - self.spec.first_dense_layers / self.spec.num_layers
+        return 1 - self.spec.dense_layers / self.spec.num_layers
 
     def _layer_s(self, rows: float) -> float:
         """One forward pass of one layer without `_attention_s`, as a mean over dense and expert
@@ -345,9 +343,9 @@ class TrainModel:
             4 * spec.hidden_size / split
             + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
         )
-        if spec.num_experts:
-            expert_rows = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
-            width = min(spec.hidden_size, spec.expert_intermediate_size / t.etp)
+        if spec.experts:
+            expert_rows = rows / share * t.ep * t.etp * spec.experts.per_token / spec.experts.count
+            width = min(spec.hidden_size, spec.experts.intermediate_size / t.etp)
             seconds += (
                 2
                 * rows
@@ -357,10 +355,10 @@ class TrainModel:
                 / self._rate(expert_rows, width, fp8=True)
             )
             seconds += self._experts_share * self.constants.expert_pass_s
-            experts_per_token = self._experts_share * spec.experts_per_token
+            experts_per_token = self._experts_share * spec.experts.per_token
             touched += (
                 experts_per_token
-                * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp)
+                * (3 * spec.hidden_size + 3 * spec.experts.intermediate_size / t.etp)
                 / t.tp
             )
         item = ITEM_BYTES[self.dtype]
@@ -396,19 +394,19 @@ class TrainModel:
         """Tokens are sent to their experts and back. A mean over layers."""
         spec = self.spec
         t = self.trainer
-        if not spec.num_experts:
+        if not spec.experts:
             return 0.0
         sent_bytes = (
             rows
             / (t.tp * t.cp)
-            * spec.experts_per_token
+            * spec.experts.per_token
             * spec.hidden_size
             * ITEM_BYTES[self.dtype]
         )
         copies = 1
         if t.megatron.get("moe_token_dispatcher_type") == "flex":
             # DeepEP and HybridEP send a token to each node once
-            copies = spec.experts_per_token
+            copies = spec.experts.per_token
         dispatch_s = self._group(t.ep * t.etp, 1).all_to_all_s(sent_bytes, copies)
         return 2 * self._experts_share * dispatch_s
 
@@ -618,9 +616,9 @@ class GenerateModel:
         )
         # read and written
         read += 2 * running * state_bytes(spec, self.generator, ITEM_BYTES[self.dtype])
-        if spec.num_experts:
+        if spec.experts:
             read += self.weights.expert * (
-                1 - (1 - spec.experts_per_token / spec.num_experts) ** (running * tokens)
+                1 - (1 - spec.experts.per_token / spec.experts.count) ** (running * tokens)
             )
         flops = (
             running

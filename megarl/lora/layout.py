@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.lora.settings import LoraConfig
+from megarl.models.attention import Attention
 from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD, LogicalTensor, Parameter
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
@@ -289,12 +290,12 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
             f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has not "
             "been tried"
         ]
-    if spec.norms_after:
+    if spec.norms.after:
         return [f"writing adapters of a {spec.family} model to SGLang's pool has not been tried"]
-    if spec.kv_lora_rank:
+    if spec.attention.NAME != Attention.NAME:
         return [
-            f"writing adapters of a {spec.family} model's latent attention to SGLang's pool has "
-            "not been tried"
+            f"writing adapters of a {spec.family} model's {spec.attention.NAME} to SGLang's pool "
+            "has not been tried"
         ]
     layers = _adapted(spec, topology, device, lora)
     problems = []
@@ -317,7 +318,7 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
     experts = {_layer(parameter).rpartition(".")[2] for parameter in layers if parameter.of_expert}
     if len(experts) == 1:
         problems.append("SGLang serves adapters of experts only on gate, up and down together")
-    if spec.num_experts and any(
+    if spec.experts and any(
         _layer(parameter).endswith(("gate_up_proj", "down_proj")) for parameter in layers
     ):
         problems.append(

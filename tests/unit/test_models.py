@@ -256,7 +256,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(model):
 @pytest.mark.parametrize("quantization", [None, "fp8_block", "fp8_channel"])
 def test_every_family_is_resharded_at_its_real_size(model, quantization):
     spec = load_spec(Path(__file__).parents[2] / "configs" / "models" / model)
-    experts = min(8, max(1, spec.num_experts))
+    experts = 8 if spec.experts else 1
     last = spec.num_layers - 1 if spec.num_layers % 2 else None
     trainer_tp, tp = SIZES.get(model, (4, 8))
     trainer = trainer_layout(
@@ -479,12 +479,13 @@ def test_gpt_oss_has_windows_in_every_other_layer_by_default():
     )
     spec = load_spec(config)
     assert spec == load_spec({key: value for key, value in config.items() if key != "layer_types"})
-    assert spec.windowed_layers == tuple(range(0, 24, 2))
+    assert spec.attention.windowed_layers == tuple(range(0, 24, 2))
     assert (
-        spec.window,
+        spec.attention.window,
         spec.activation_limit,
     ) == (128, 7.0)
-    assert load_spec(config | {"layer_types": ["full_attention"] * 24}).windowed_layers == ()
+    without = load_spec(config | {"layer_types": ["full_attention"] * 24})
+    assert without.attention.windowed_layers == ()
 
 
 def test_windows_are_read_in_the_old_and_in_the_new_form():
@@ -507,13 +508,10 @@ def test_windows_are_read_in_the_old_and_in_the_new_form():
     ]
     spec = load_spec(old)
     assert spec == load_spec(new)
-    assert len(spec.windowed_layers) == 22
-    assert (spec.rope_theta, spec.windowed_rope_theta, spec.window, spec.attention_scale) == (
-        1e6,
-        1e4,
-        512,
-        1 / 16,
-    )
+    attention = spec.attention
+    assert len(attention.windowed_layers) == 22
+    assert (spec.rope_theta, attention.windowed_rope_theta) == (1e6, 1e4)
+    assert (attention.window, attention.scale) == (512, 1 / 16)
 
 
 @pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])
@@ -587,7 +585,7 @@ def test_mixtures_without_dense_layers_or_shared_experts(model, change):
         (Path(__file__).parents[2] / "configs/models" / model / "config.json").read_text()
     )
     spec = load_spec(values | change)
-    assert 0 in (spec.first_dense_layers, spec.shared_intermediate_size)
+    assert 0 in (spec.experts.first_layer, spec.experts.shared_size)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""The tensors of a whole decoder, composed of the spec's blocks: what a family has that declares
+none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.models import mlp, vocabulary
+from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, whole
+from megarl.models.spec import ModelSpec
+
+
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    layers: list[LogicalTensor] = []
+    for mixer, run in spec.runs():
+        layers += _in_layers(spec.norms.input_logical(spec) + mixer.logical(spec), run)
+    dense, sparse, shared = _mlp_layers(spec)
+    experts = spec.experts
+    if experts:
+        layers += spec.norms.mlp_logical(spec, sparse) + experts.logical(spec, sparse)
+    if dense:
+        layers += spec.norms.mlp_logical(spec, dense)
+        layers += mlp.logical(spec.hidden_size, spec.intermediate_size, layers=dense)
+    if experts and shared:
+        layers += experts.shared_logical(spec, shared)
+    return vocabulary.logical(spec, layers)
+
+
+def megatron_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
+) -> tuple[Parameter, ...]:
+    layers: list[Parameter] = []
+    for mixer, run in spec.runs():
+        norm = spec.norms.input_megatron(mixer, layer_spec)
+        layers += _in_layers(norm + mixer.megatron(spec, topology, layer_spec), run)
+    dense, sparse, shared = _mlp_layers(spec)
+    experts = spec.experts
+    if experts:
+        layers += spec.norms.mlp_megatron("local", sparse)
+        layers += experts.megatron(topology, layer_spec, sparse)
+    if dense:
+        layers += spec.norms.mlp_megatron(layer_spec, dense)
+        layers += mlp.megatron(topology, spec.intermediate_size, layers=dense)
+    if experts and shared:
+        layers += experts.shared_megatron(topology, shared)
+    return vocabulary.megatron(spec, topology, layers)
+
+
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str
+) -> tuple[Parameter, ...]:
+    return vocabulary.sglang(spec, topology, device, sglang_layers(spec, topology, device))
+
+
+def sglang_layers(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
+    """SGLang's parameters without embedding, last norm and output layer."""
+    layers: list[Parameter] = []
+    for mixer, run in spec.runs():
+        for parameter in _in_layers(mixer.sglang(spec, topology, device), run):
+            layers.append(replace(parameter, name=_served(spec, parameter.name)))
+    dense, sparse, shared = _mlp_layers(spec)
+    experts = spec.experts
+    mlp_norms = _whole(spec.norms.mlp_logical(spec, dense)) if dense else []
+    dense_mlp = mlp.sglang(topology, device, spec.intermediate_size, layers=dense) if dense else []
+    input_norms: list[Parameter] = []
+    for _, run in spec.runs():
+        input_norms += _whole(_in_layers(spec.norms.input_logical(spec), run))
+    if experts is None:  # in the order of SGLang's modules
+        return layers + dense_mlp + input_norms + mlp_norms
+    layers += input_norms + _whole(spec.norms.mlp_logical(spec, sparse))
+    layers += experts.sglang(spec, topology, device, sparse)
+    layers += mlp_norms + dense_mlp
+    if shared:
+        layers += experts.shared_sglang(topology, device, shared)
+    return layers
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    """All linear layers except the router and the output layer, as in DeepSeek's own fp8
+    checkpoints.
+    """
+    names: list[str] = []
+    for mixer, _ in spec.mixers:
+        names += [_served(spec, name) for name in mixer.QUANTISED]
+    dense, sparse, shared = _mlp_layers(spec)
+    if dense:
+        names += mlp.QUANTISED
+    if spec.experts and shared:
+        names += mlp.quantised(spec.experts.shared_module)
+    if spec.experts and sparse[0] < sparse[1]:
+        names += spec.experts.quantised
+    return tuple(names)
+
+
+def _in_layers[Tensor: (LogicalTensor, Parameter)](
+    tensors: Iterable[Tensor], layers: Layers
+) -> list[Tensor]:
+    return [replace(tensor, layers=layers) for tensor in tensors]
+
+
+def _whole(tensors: Iterable[LogicalTensor]) -> list[Parameter]:
+    """Norms, which SGLang keeps as checkpoints do."""
+    return [whole(norm.name, LAYER, norm.name, layers=norm.layers) for norm in tensors]
+
+
+def _served(spec: ModelSpec, name: str) -> str:
+    """SGLang's name of a mixer's parameter.
+
+    Where some layers have linear attention, the others have no separate module for attention.
+    """
+    if spec.linear_attention is None:
+        return name
+    return name.replace(".self_attn.", ".")
+
+
+def _mlp_layers(spec: ModelSpec) -> tuple[Layers | None, Layers, Layers | None]:
+    """The dense layers, the layers with experts, and the layers with shared experts; None if there
+    are none.
+    """
+    dense = (0, spec.dense_layers)
+    sparse = (spec.dense_layers, spec.num_layers)
+    has_shared = spec.experts and spec.experts.shared_size and sparse[0] < sparse[1]
+    return dense if spec.dense_layers else None, sparse, sparse if has_shared else None
