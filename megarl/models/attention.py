@@ -61,6 +61,7 @@ class Attention(TokenMixer):
     window_pool: float = 0.0
 
     def cut(self, layers: int) -> Self:
+        """The block of a decoder with only the first `layers` layers."""
         windowed = tuple(layer for layer in self.windowed_layers if layer < layers)
         return replace(self, windowed_layers=windowed)
 

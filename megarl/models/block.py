@@ -9,7 +9,7 @@ engine is quantised), its FLOPs and memory, and Megatron's arguments for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
@@ -57,17 +57,13 @@ class TokenMixer:
     The norm before it is a tensor of `norms`.
     """
 
-    NAME: ClassVar[str]  # for messages
     QUANTISED: ClassVar[tuple[str, ...]]
     # Where Megatron keeps the norm before the block: in the local layer spec, it is a module of its
     # own; Transformer Engine fuses it into the first linear layer if there is one.
     INPUT_NORM: ClassVar[Mapping[str, str]]
     # whether SGLang can serve the block's weights in fp8 only in the format of blocks
     ONLY_FP8_BLOCKS: ClassVar[bool] = False
-
-    def cut(self, layers: int) -> Self:
-        """The block of a decoder with only the first `layers` layers."""
-        raise NotImplementedError
+    NAME: ClassVar[str]  # for messages
 
     def logical(self, sizes: Sizes) -> list[LogicalTensor]:
         raise NotImplementedError
@@ -96,4 +92,22 @@ class TokenMixer:
 
     def activation_elements(self, sizes: Sizes, tp: int) -> float:
         """Elements per token and layer that a trainer rank keeps for the backward pass."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LinearAttention(TokenMixer):
+    """A block whose state has the same size for a sequence of any length."""
+
+    layers: tuple[int, ...]  # those that have it instead of attention
+
+    def cut(self, layers: int) -> Self:
+        """The block of a decoder with only the first `layers` layers."""
+        return replace(self, layers=tuple(layer for layer in self.layers if layer < layers))
+
+    def state_bytes(self, item: int) -> float:
+        """Bytes that an engine keeps per request and layer.
+
+        `item`: bytes of an element in the model's dtype.
+        """
         raise NotImplementedError

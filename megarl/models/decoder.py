@@ -17,15 +17,15 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     layers: list[LogicalTensor] = []
     for mixer, run in spec.runs():
         layers += _in_layers(spec.norms.input_logical(spec) + mixer.logical(spec), run)
-    dense, sparse, shared = _mlp_layers(spec)
+    dense, sparse = _mlp_layers(spec)
     experts = spec.experts
     if experts:
         layers += spec.norms.mlp_logical(spec, sparse) + experts.logical(spec, sparse)
     if dense:
         layers += spec.norms.mlp_logical(spec, dense)
         layers += mlp.logical(spec.hidden_size, spec.intermediate_size, layers=dense)
-    if experts and shared:
-        layers += experts.shared_logical(spec, shared)
+    if experts:
+        layers += experts.shared_logical(spec, sparse)
     return vocabulary.logical(spec, layers)
 
 
@@ -36,7 +36,7 @@ def megatron_parameters(
     for mixer, run in spec.runs():
         norm = spec.norms.input_megatron(mixer, layer_spec)
         layers += _in_layers(norm + mixer.megatron(spec, topology, layer_spec), run)
-    dense, sparse, shared = _mlp_layers(spec)
+    dense, sparse = _mlp_layers(spec)
     experts = spec.experts
     if experts:
         layers += spec.norms.mlp_megatron("local", sparse)
@@ -44,8 +44,8 @@ def megatron_parameters(
     if dense:
         layers += spec.norms.mlp_megatron(layer_spec, dense)
         layers += mlp.megatron(topology, spec.intermediate_size, layers=dense)
-    if experts and shared:
-        layers += experts.shared_megatron(topology, shared)
+    if experts:
+        layers += experts.shared_megatron(topology, sparse)
     return vocabulary.megatron(spec, topology, layers)
 
 
@@ -58,24 +58,21 @@ def sglang_parameters(
 def sglang_layers(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
     """SGLang's parameters without embedding, last norm and output layer."""
     layers: list[Parameter] = []
+    input_norms: list[Parameter] = []
     for mixer, run in spec.runs():
         for parameter in _in_layers(mixer.sglang(spec, topology, device), run):
             layers.append(replace(parameter, name=_served(spec, parameter.name)))
-    dense, sparse, shared = _mlp_layers(spec)
+        input_norms += _whole(_in_layers(spec.norms.input_logical(spec), run))
+    dense, sparse = _mlp_layers(spec)
     experts = spec.experts
     mlp_norms = _whole(spec.norms.mlp_logical(spec, dense)) if dense else []
     dense_mlp = mlp.sglang(topology, device, spec.intermediate_size, layers=dense) if dense else []
-    input_norms: list[Parameter] = []
-    for _, run in spec.runs():
-        input_norms += _whole(_in_layers(spec.norms.input_logical(spec), run))
     if experts is None:  # in the order of SGLang's modules
         return layers + dense_mlp + input_norms + mlp_norms
     layers += input_norms + _whole(spec.norms.mlp_logical(spec, sparse))
     layers += experts.sglang(spec, topology, device, sparse)
     layers += mlp_norms + dense_mlp
-    if shared:
-        layers += experts.shared_sglang(topology, device, shared)
-    return layers
+    return layers + experts.shared_sglang(topology, device, sparse)
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
@@ -85,12 +82,9 @@ def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
     names: list[str] = []
     for mixer, _ in spec.mixers:
         names += [_served(spec, name) for name in mixer.QUANTISED]
-    dense, sparse, shared = _mlp_layers(spec)
-    if dense:
+    if spec.dense_layers:
         names += mlp.QUANTISED
-    if spec.experts and shared:
-        names += mlp.quantised(spec.experts.shared_module)
-    if spec.experts and sparse[0] < sparse[1]:
+    if spec.experts and spec.dense_layers < spec.num_layers:
         names += spec.experts.quantised
     return tuple(names)
 
@@ -116,11 +110,7 @@ def _served(spec: ModelSpec, name: str) -> str:
     return name.replace(".self_attn.", ".")
 
 
-def _mlp_layers(spec: ModelSpec) -> tuple[Layers | None, Layers, Layers | None]:
-    """The dense layers, the layers with experts, and the layers with shared experts; None if there
-    are none.
-    """
-    dense = (0, spec.dense_layers)
-    sparse = (spec.dense_layers, spec.num_layers)
-    has_shared = spec.experts and spec.experts.shared_size and sparse[0] < sparse[1]
-    return dense if spec.dense_layers else None, sparse, sparse if has_shared else None
+def _mlp_layers(spec: ModelSpec) -> tuple[Layers | None, Layers]:
+    """The dense layers, or None, and the layers with experts."""
+    dense = (0, spec.dense_layers) if spec.dense_layers else None
+    return dense, (spec.dense_layers, spec.num_layers)

@@ -75,27 +75,12 @@ class Experts:
         names = prefix + "experts." + MEGATRON_NAMES[layer_spec]
         parameters = [whole(prefix + "router.weight", LAYER, self._router, layers=layers)]
         if self.router_bias:  # this buffer is always float32 (moe/router.py)
-            parameters.append(
-                whole(
-                    prefix + "router.expert_bias",
-                    LAYER,
-                    self._router_bias,
-                    layers=layers,
-                    dtype="float32",
-                )
-            )
-        fc1, fc2 = (names.replace("%d", n) for n in "12")
+            name = prefix + "router.expert_bias"
+            parameters.append(whole(name, LAYER, self._router_bias, layers=layers, dtype="float32"))
+        cut = {"groups": topology.etp, "layers": layers}
         return parameters + [
-            Parameter(
-                fc1,
-                LAYER,
-                (Part(gate), Part(up)),
-                dim=0,
-                groups=topology.etp,
-                layers=layers,
-                units=units,
-            ),
-            Parameter(fc2, LAYER, (Part(down),), dim=1, groups=topology.etp, layers=layers),
+            Parameter(names % 1, LAYER, (Part(gate), Part(up)), dim=0, units=units, **cut),
+            Parameter(names % 2, LAYER, (Part(down),), dim=1, **cut),
         ]
 
     def sglang(
@@ -107,20 +92,14 @@ class Experts:
         moe_tp = topology.tp // topology.ep
         rows = self._sglang_rows(topology, device)
         gate, up, down = _names(self.module)
-        w13, w2 = self.quantised
         units = (("ffn rows of an expert", rows),)
+        cut = {"groups": moe_tp, "layers": layers}
+        w13, w2 = self.quantised[-2:]
+        fused = (Part(gate, rows), Part(up, rows))
         router = self._router
         parameters = [
-            Parameter(
-                w13,
-                LAYER,
-                (Part(gate, rows), Part(up, rows)),
-                dim=0,
-                groups=moe_tp,
-                layers=layers,
-                units=units,
-            ),
-            Parameter(w2, LAYER, (Part(down, rows),), dim=1, groups=moe_tp, layers=layers),
+            Parameter(w13, LAYER, fused, dim=0, units=units, **cut),
+            Parameter(w2, LAYER, (Part(down, rows),), dim=1, **cut),
             whole(router, LAYER, router, layers=layers, dtype=self.router_dtype),
         ]
         if self.router_bias:
@@ -129,9 +108,11 @@ class Experts:
         return parameters
 
     @property
-    def quantised(self) -> tuple[str, str]:
+    def quantised(self) -> tuple[str, ...]:
         """The SGLang parameters that are in fp8 when the engine is quantised."""
-        return f"{_L}{self.module}.experts.w13_weight", f"{_L}{self.module}.experts.w2_weight"
+        shared = mlp.quantised(self.shared_module) if self.shared_size else ()
+        prefix = f"{_L}{self.module}.experts."
+        return *shared, prefix + "w13_weight", prefix + "w2_weight"
 
     def _sglang_rows(self, topology: GeneratorTopology, device: str) -> int:
         if device == "cpu":
@@ -151,6 +132,8 @@ class Experts:
         return mlp.GATED_SHARED if self.shared_gate else mlp.SHARED
 
     def shared_logical(self, sizes: Sizes, layers: Layers) -> list[LogicalTensor]:
+        if not self.shared_size:
+            return []
         hidden = sizes.hidden_size
         tensors = mlp.logical(hidden, self.shared_size, self.shared_module, layers)
         if self.shared_gate:
@@ -158,6 +141,8 @@ class Experts:
         return tensors
 
     def shared_megatron(self, topology: TrainerTopology, layers: Layers) -> list[Parameter]:
+        if not self.shared_size:
+            return []
         parameters = mlp.megatron(topology, self.shared_size, self.shared_module, layers)
         if self.shared_gate:
             name = f"decoder.layers.{{layer}}.{mlp.SHARED}.gate_weight"
@@ -167,6 +152,8 @@ class Experts:
     def shared_sglang(
         self, topology: GeneratorTopology, device: str, layers: Layers
     ) -> list[Parameter]:
+        if not self.shared_size:
+            return []
         parameters = mlp.sglang(topology, device, self.shared_size, self.shared_module, layers)
         if self.shared_gate:
             parameters.append(whole(SHARED_GATE, LAYER, SHARED_GATE, layers=layers))

@@ -13,6 +13,7 @@ from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.spec import ModelSpec
 
 REQUIRED = ("ARCHITECTURES", "read_spec")
+Parameters = tuple[Parameter, ...]
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,6 @@ class Prediction:
     copies: tuple[tuple[str, str], ...] = ()
 
 
-def _none(spec: ModelSpec) -> tuple[Parameter, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Family:
     """The names that a module may declare. Tensors that it does not declare are those of the spec's
@@ -48,17 +45,17 @@ class Family:
     # tensors of the HF checkpoint, in forward order
     logical_tensors: Callable[[ModelSpec], tuple[LogicalTensor, ...]] = decoder.logical_tensors
     # parameters of the trainer
-    megatron_parameters: Callable[[ModelSpec, TrainerTopology, str], tuple[Parameter, ...]] = (
+    megatron_parameters: Callable[[ModelSpec, TrainerTopology, str], Parameters] = (
         decoder.megatron_parameters
     )
     # parameters of one engine
-    sglang_parameters: Callable[[ModelSpec, GeneratorTopology, str], tuple[Parameter, ...]] = (
+    sglang_parameters: Callable[[ModelSpec, GeneratorTopology, str], Parameters] = (
         decoder.sglang_parameters
     )
     # parameters that a quantised engine keeps in fp8
     quantised_parameters: Callable[[ModelSpec], tuple[str, ...]] = decoder.quantised_parameters
     # checkpoint tensors that contain several, or have other names in files
-    fused_tensors: Callable[[ModelSpec], tuple[Parameter, ...]] = _none
+    fused_tensors: Callable[[ModelSpec], Parameters] = lambda spec: ()
     UNUSED: tuple[str, ...] = ()  # prefixes of checkpoint tensors that are not loaded
     PREDICTION: Prediction | None = None
 
@@ -69,8 +66,5 @@ class Family:
 
     @classmethod
     def of(cls, module: ModuleType) -> Family:
-        declared = {}
-        for field in fields(cls):
-            if hasattr(module, field.name):
-                declared[field.name] = getattr(module, field.name)
-        return cls(**declared)
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: vars(module)[name] for name in names if name in vars(module)})

@@ -11,11 +11,11 @@ checkpoint's order. Megatron has all kinds in one tensor, one kind after the oth
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.models.block import Sizes, TokenMixer
+from megarl.models.block import LinearAttention, Sizes
 from megarl.models.parameters import LAYER, LogicalTensor, Parameter, ParameterRun, Part, whole
 
 _L = "model.layers.{layer}.linear_attn."
@@ -30,9 +30,7 @@ QKV, Z, B, A = (f"{_L}in_proj_{kind}.weight" for kind in ("qkv", "z", "b", "a"))
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet(TokenMixer):
-    """The layers with a gated delta net, and its sizes."""
-
+class GatedDeltaNet(LinearAttention):
     NAME: ClassVar = "gated delta nets"
     QUANTISED: ClassVar = (QKVZ, OUT)
     INPUT_NORM: ClassVar = {
@@ -41,7 +39,6 @@ class GatedDeltaNet(TokenMixer):
     }
     ONLY_FP8_BLOCKS: ClassVar = True  # no other format can leave the small projection in bf16
 
-    layers: tuple[int, ...]
     key_heads: int
     value_heads: int  # a multiple of key_heads
     key_dim: int  # dim of a key of one head
@@ -57,9 +54,6 @@ class GatedDeltaNet(TokenMixer):
     @property
     def values(self) -> int:
         return self.value_heads * self.value_dim
-
-    def cut(self, layers: int) -> Self:
-        return replace(self, layers=tuple(layer for layer in self.layers if layer < layers))
 
     def logical(self, sizes: Sizes) -> list[LogicalTensor]:
         hidden = sizes.hidden_size
@@ -183,8 +177,6 @@ class GatedDeltaNet(TokenMixer):
         return (projections + convolved + of_value_heads + 2 * self.values) / tp
 
     def state_bytes(self, item: int) -> float:
-        """Bytes per request and layer: the state in float32, and the newest inputs of the
-        convolution, of `item` bytes each.
-        """
+        """The state in float32, and the newest inputs of the convolution."""
         inputs = item * (2 * self.keys + self.values) * (self.conv_width - 1)
         return 4 * self.key_dim * self.values + inputs

@@ -80,8 +80,7 @@ class PairedExperts(Experts):
         moe_tp = topology.tp // topology.ep
         rows = self._sglang_rows(topology, device)
         units = (("ffn rows of an expert", rows),)
-        w13 = _L + "experts.w13_weight"
-        w2 = _L + "experts.w2_weight"
+        w13, w2 = self.quantised
         gate_up = (Part(GATE_UP, 2 * rows),)
         gate_up_bias = (Part(GATE_UP_BIAS, 2 * rows),)
         down_bias = (Part(DOWN_BIAS, sizes.hidden_size * moe_tp),)

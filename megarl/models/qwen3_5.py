@@ -10,7 +10,6 @@ prediction (`mtp.*`) is left out.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megarl.models import experts
 from megarl.models.decoder import logical_tensors
@@ -39,10 +38,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     mixture = architecture.startswith("Qwen3_5Moe")
     kv_heads = 2 if mixture else 4
     reader.assume(num_key_value_heads=kv_heads, num_experts=256, num_experts_per_tok=8)
-    if mixture:
-        mixture_fields: dict[str, Any] = read_mixture(reader, stacked=seeing)
-    else:
-        mixture_fields = {}
+    mixture_fields = read_mixture(reader, stacked=seeing) if mixture else {}
     return read_hybrid(reader, "qwen3_5", by_kind=True, vision_tower=seeing, **mixture_fields)
 
 
@@ -55,14 +51,10 @@ def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
     for parameter in stacked:
         for part in parameter.parts:
             parts.add(part.logical_name)
-    unstacked = []
+    parameters = [*stacked]
     for tensor in logical_tensors(spec):
         if spec.vision_tower and tensor.name not in parts:
-            unstacked.append(tensor)
-    parameters = (
-        *stacked,
-        *(whole(tensor.name, tensor.place, tensor.name) for tensor in unstacked),
-    )
+            parameters.append(whole(tensor.name, tensor.place, tensor.name))
     return tuple(
         replace(parameter, name=_named(spec, parameter.name))
         for parameter in dict.fromkeys(parameters)

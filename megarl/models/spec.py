@@ -8,13 +8,11 @@ from itertools import groupby
 from typing import Any
 
 from megarl.models.attention import Attention
-from megarl.models.block import LM, SCALAR, Sizes, TokenMixer
+from megarl.models.block import LM as LM
+from megarl.models.block import SCALAR, LinearAttention, Sizes, TokenMixer
 from megarl.models.experts import Experts
-from megarl.models.gated_delta_net import GatedDeltaNet
 from megarl.models.norms import Norms
 from megarl.models.parameters import Layers
-
-__all__ = ["CLAMPED_SWIGLU", "GELU_TANH", "LM", "SCALAR", "SILU", "ModelSpec", "differing"]
 
 SILU = "silu"
 GELU_TANH = "gelu_tanh"
@@ -27,7 +25,7 @@ class ModelSpec(Sizes):
     """The shape of a model, composed of blocks. A block's class says what its settings mean."""
 
     attention: Attention = Attention()
-    linear_attention: GatedDeltaNet | None = None  # in its layers, instead of attention
+    linear_attention: LinearAttention | None = None  # in its layers, instead of attention
     experts: Experts | None = None  # in their layers, instead of the dense MLP
     norms: Norms = Norms()
 

@@ -115,13 +115,12 @@ class AttentionModules:
     config: type[TransformerConfig]
     core: type[CausalAttention]
     key_norm: str  # name of the norm of keys
-    latent: bool
 
 
 MODULES_OF_ATTENTION = {
-    Attention: AttentionModules(TransformerConfig, CausalAttention, "k_layernorm", latent=False),
+    Attention: AttentionModules(TransformerConfig, CausalAttention, "k_layernorm"),
     MultiHeadLatentAttention: AttentionModules(
-        MLATransformerConfig, LatentAttention, "kv_layernorm", latent=True
+        MLATransformerConfig, LatentAttention, "kv_layernorm"
     ),
 }
 _OF_MTP = "mtp_layer.mtp_model_layer."
@@ -160,7 +159,7 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
     if (
         torch.cuda.is_available()
         and layer_spec() != "te"
-        and (spec.experts or _modules(spec).latent)
+        and (spec.experts or type(spec.attention) is not Attention)
     ):
         raise ConfigError(
             f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not "
@@ -212,7 +211,7 @@ def transformer_config(
     if "attention_backend" in settings:
         settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
     with passed_on("trainer.megatron", trainer.megatron):
-        config = _modules(spec).config(**settings)
+        config = MODULES_OF_ATTENTION[type(spec.attention)].config(**settings)
     for name, value in _yarn_settings(spec).items():
         setattr(config, name, value)
     return config
@@ -223,11 +222,6 @@ def _chosen(
 ) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     fused = layer_spec() == "te"
-    recompute_all: dict[str, Any] = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
     settings: dict[str, Any] = dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -264,9 +258,12 @@ def _chosen(
         attention_softmax_in_fp32=True,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
-        **(recompute_all if trainer.recompute else {}),
         **_parallel_settings(topology, trainer),
     )
+    if trainer.recompute:
+        settings["recompute_granularity"] = "full"
+        settings["recompute_method"] = "uniform"
+        settings["recompute_num_layers"] = 1
     for mixer, _ in spec.mixers:
         settings |= mixer.megatron_settings(spec)
     if spec.experts:
@@ -274,10 +271,6 @@ def _chosen(
         settings["expert_model_parallel_size"] = topology.ep
         settings["expert_tensor_parallel_size"] = topology.etp
     return settings
-
-
-def _modules(spec: ModelSpec) -> AttentionModules:
-    return MODULES_OF_ATTENTION[type(spec.attention)]
 
 
 def _parallel_settings(topology: TrainerTopology, trainer: TrainerConfig) -> dict[str, Any]:
@@ -526,7 +519,7 @@ def _layer_spec(
             "qk_layernorm": config.qk_layernorm,
         }
         layer = get_gpt_layer_with_transformer_engine_spec(
-            **arguments, multi_latent_attention=_modules(spec).latent
+            **arguments, multi_latent_attention=config.multi_latent_attention
         )
         _place_norms(spec, config, layer.submodules)
         return layer
@@ -534,15 +527,12 @@ def _layer_spec(
     count = get_num_layers_to_build(config, vp_stage=stage)
     dense = _local_layer_spec(spec, config, None)
     sparse = _local_layer_spec(spec, config, experts)
-    layers = [
-        dense if layer < spec.dense_layers else sparse for layer in range(first, first + count)
-    ]
-    if spec.linear_layers:
-        linear = _with_gated_delta_net(sparse)
-        layers = [
-            linear if layer in spec.linear_layers else sparse
-            for layer in range(first, first + count)
-        ]
+    layers = []
+    for layer in range(first, first + count):
+        of_layer = dense if layer < spec.dense_layers else sparse
+        if layer in spec.linear_layers:
+            of_layer = _with_gated_delta_net(of_layer)
+        layers.append(of_layer)
     norm: Any = RMSNorm  # a class, as in Megatron's own specs; the annotation has a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
@@ -553,12 +543,12 @@ def _local_layer_spec(
     """The spec of a layer of Megatron's own modules, with the norms and the attention of
     `layers`.
     """
-    modules = _modules(spec)
+    modules = MODULES_OF_ATTENTION[type(spec.attention)]
     layer = get_gpt_layer_local_spec(
         experts,
         config.moe_grouped_gemm,
         config.qk_layernorm,
-        multi_latent_attention=modules.latent,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
     submodules: Any = layer.submodules  # its annotation is any object
