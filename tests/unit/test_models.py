@@ -13,9 +13,12 @@ import pytest
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
+from megarl.config.schema import GeneratorConfig, TrainerConfig
+from megarl.estimate.memory import layer_activations, state_bytes
 from megarl.models import load_spec
-from megarl.models.parameters import padded_vocab_size
-from megarl.models.registry import family
+from megarl.models.block import LinearAttention
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, padded_vocab_size
+from megarl.models.registry import attention_flops, family
 from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
@@ -618,3 +621,57 @@ def test_theta_of_qwen3_next_must_stand_where_sglang_reads_it():
                 }
             }
         )
+
+
+DECAY = "model.layers.{layer}.decay.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decaying(LinearAttention):
+    """A linear attention that the package does not know."""
+
+    NAME = "decaying sums"
+    QUANTISED = (DECAY,)
+    INPUT_NORM = dict.fromkeys(("local", "te"), "input_layernorm.weight")
+    width: int
+
+    def logical(self, sizes):
+        return [LogicalTensor(DECAY, (self.width, sizes.hidden_size), LAYER)]
+
+    def megatron(self, sizes, topology, layer_spec):
+        name = "decoder.layers.{layer}.self_attention.decay.weight"
+        return [Parameter(name, LAYER, (Part(DECAY),), dim=0, groups=topology.tp)]
+
+    def sglang(self, sizes, topology, device):
+        return [Parameter(DECAY, LAYER, (Part(DECAY),), dim=0, groups=topology.tp)]
+
+    def flops(self, sizes, layers, length):
+        return layers * 7.0
+
+    def activation_elements(self, sizes, tp):
+        return self.width / tp
+
+    def state_bytes(self, item):
+        return item * self.width
+
+
+def test_new_block_answers_for_itself():
+    plain = load_spec(CONFIG)
+    spec = dataclasses.replace(plain, linear_attention=Decaying((0, 2), 64))
+    source = trainer_layout(spec, TrainerTopology(tp=2, pp=2), "bfloat16")
+    engines = generator_layout(spec, GeneratorTopology(2, 2, 1, 1), "bfloat16", "cuda")
+    prove_exactly_once(ReshardMap.build(source, engines))
+    names = {tensor.name for tensor in hf_layout(spec, "float32").tensors(0)}
+    assert {name for name in names if "decay" in name} == {
+        f"model.layers.{layer}.decay.weight" for layer in (0, 2)
+    }
+    assert attention_flops(spec, 9) == (attention_flops(plain, 9) + 7.0) / 2
+    assert state_bytes(spec, GeneratorConfig(tp=2), 2) == 2 * 2 * 64 / 2
+    saved = layer_activations(spec, TrainerConfig(), experts=False).saved
+    attention = plain.attention.activation_elements(plain, 1)
+    assert (
+        layer_activations(plain, TrainerConfig(), experts=False).saved - saved
+        == (attention - 64) / 2
+    )
+    assert spec.cut(2).linear_layers == (0,)
+    assert family(spec).quantised_parameters(spec)[2] == DECAY
