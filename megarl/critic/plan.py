@@ -86,7 +86,7 @@ def misfits(config: RunConfig, model: ModelSpec, policy: ModelSpec) -> list[str]
             f"its context of {model.max_position_embeddings} tokens must be at least the policy's"
         )
         problems.append(f"{context}, {policy.max_position_embeddings}")
-    if bool(model.num_experts) != bool(policy.num_experts):
+    if bool(model.experts) != bool(policy.experts):
         problems.append("both it and the policy must have experts, or neither")
     layer_spec = "local" if config.cluster.gpu == "cpu" else "te"
     return problems + problems_of(

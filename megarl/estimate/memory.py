@@ -263,7 +263,7 @@ def landing_bytes(
     engine = replace(generator.topology, engines=1)
     # All later layers are equal, or repeat in a period. With pp = 1 they are on one rank.
     period = spec.period
-    dense = spec.first_dense_layers if spec.num_experts else 0
+    dense = spec.experts.first_layer if spec.experts else 0
     shapes = (shape_of(spec).cut(dense + periods * period) for periods in (1, 2))
     one_period, two_periods = (
         _landing_bytes(shape, topology, engine, generator.quantization, dtype) for shape in shapes
@@ -329,7 +329,7 @@ def _stage_layers(
             last_stage_layers=last_stage_layers,
         ),
     )
-    dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
+    dense = spec.dense_layers
     return tuple((stages[:dense].count(stage), stages[dense:].count(stage)) for stage in range(pp))
 
 
@@ -414,70 +414,27 @@ def layer_activations(
     tp = trainer.tp
     h = spec.hidden_size
     split = tp if trainer.sequence_parallel else 1
-    ffn = spec.expert_intermediate_size if experts else spec.intermediate_size
     # gate, up and their product; unfused also the gate before its activation, and a copy
     parts = 5 if unfused else 3
     if experts:
-        mlp = _routed(spec, trainer, split, parts) + parts * spec.shared_intermediate_size / tp
+        assert spec.experts
+        routed = spec.experts.activation_elements(spec, trainer.etp, parts) / split
+        mlp = routed + parts * spec.experts.shared_size / tp
+        chosen_rows = spec.experts.intermediate_size * spec.experts.per_token
+        widest = 2 * chosen_rows / trainer.etp / split
     else:
-        mlp = parts * ffn / tp
+        mlp = parts * spec.intermediate_size / tp
+        widest = 2 * spec.intermediate_size / tp
     # inputs and outputs of both; unfused, two more, all but the inputs in fp32
     norms = 2 + 4 * 4 / unfused if unfused else 4
-    activations = norms * h / split + _attention(spec, tp) + mlp
-    # before the rotation; keys and values for each head; cosines and sines
-    if unfused and not spec.kv_lora_rank:
-        activations += (
-            2 * spec.num_attention_heads + spec.num_kv_heads
-        ) * spec.head_dim / tp + 4 * spec.head_dim
-    widest = 2 * ffn * spec.experts_per_token / trainer.etp / split if experts else 2 * ffn / tp
+    mixers = sum(layers * mixer.activation_elements(spec, tp) for mixer, layers in spec.mixers)
+    activations = norms * h / split + mixers / spec.num_layers + mlp
+    if unfused:
+        activations += spec.attention.unfused_elements(spec, tp)
     gathered = h if trainer.sequence_parallel else 0
     return LayerActivations(
         boundary=h / split, saved=activations, workspace=2 * widest + 2 * h / split + gathered
     )
-
-
-def _attention(spec: ModelSpec, tp: int) -> float:
-    """Rotated queries, keys, values and the output; if heads are normalised or compressed, also the
-    inputs of these operations. A mean over all layers.
-    """
-    heads = spec.num_attention_heads
-    if spec.kv_lora_rank:
-        compressed = 2 * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim)
-        return compressed + heads * (3 * spec.head_dim + 2 * spec.v_head_dim) / tp
-    q = heads * spec.head_dim
-    kv = spec.num_kv_heads * spec.head_dim
-    gate = 2 * q if spec.gated_attention else 0  # and the values that it multiplies
-    norm_inputs = q + kv if spec.qk_norm else 0
-    attention = (2 * q + 2 * kv + norm_inputs + gate) / tp
-    return (
-        spec.attention_layers * attention + len(spec.linear_layers) * _delta_net(spec, tp)
-    ) / spec.num_layers
-
-
-def _delta_net(spec: ModelSpec, tp: int) -> float:
-    """The projections, the convolution's output, queries and keys for every value head, and the
-    layer's output before and after its norm.
-    """
-    keys = spec.linear_key_heads * spec.linear_key_dim
-    values = spec.linear_value_heads * spec.linear_value_dim
-    return (
-        2 * keys
-        + 2 * values
-        + 2 * keys
-        + values
-        + 2 * spec.linear_value_heads * spec.linear_key_dim
-        + 2 * values
-    ) / tp
-
-
-def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int, parts: int) -> float:
-    """The router in fp32 (two 16-bit elements each), tokens permuted before and after they are
-    sent, and the experts' activations.
-    """
-    per_expert = 2 * spec.hidden_size + parts * spec.expert_intermediate_size / trainer.etp
-    return (
-        2 * spec.hidden_size + 4 * spec.num_experts + spec.experts_per_token * per_expert
-    ) / split
 
 
 GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
@@ -714,7 +671,7 @@ NOTHING = BesideCache()
 class GeneratorMemory:
     """Bytes on one rank. SGLang has weights and KV cache inside mem_fraction, all else outside.
 
-    `kv_cache` holds `kv_tokens`, and `states` the states of gated delta nets for max_concurrency
+    `kv_cache` holds `kv_tokens`, and `states` those of linear attention for max_concurrency
     requests.
     """
 
@@ -756,11 +713,10 @@ def _without_cache(
     spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu, beside: BesideCache
 ) -> GeneratorMemory:
     item = ITEM_BYTES[dtype]
-    tp = generator.tp
-    ffn = max(
-        spec.intermediate_size / tp,
-        spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp,
-    )
+    ffn = spec.intermediate_size / generator.tp
+    if spec.experts:
+        chosen_rows = spec.experts.per_token * spec.experts.intermediate_size
+        ffn = max(ffn, chosen_rows * generator.ep / generator.tp)
     # int32, as long as the context of engines
     table = 4 * (generator.max_concurrency + 1) * spec.max_position_embeddings
     # fp32, gathered over tp, and a copy for sampling
@@ -821,12 +777,6 @@ def kv_room(
     return free_bytes / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
 
 
-# Families for which SGLang has a second pool of keys and values, for layers with windows, and the
-# ratio of that pool's tokens to the first's (swa_full_tokens_ratio). For other families with
-# windows, such as Gemma 3, all layers keep all tokens.
-SECOND_POOL = {"gpt_oss": 0.8}
-
-
 # Bytes of an element of keys and values by SGLang's kv_cache_dtype (mem_cache/kv_cache_dtype.py).
 # mxfp8 has a scale for 32 elements.
 KV_ITEM_BYTES = {
@@ -844,14 +794,14 @@ def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -
     A mean, since an attention replica keeps only its own requests.
 
     `item`: bytes of an element in the model's dtype, which the cache has if server_args give it no
-    other (KV_ITEM_BYTES). If there are more ranks than key-value heads, heads are copied. Latent
-    attention keeps its latent on every rank of a replica.
+    other (KV_ITEM_BYTES).
     """
     layers = float(spec.attention_layers + spec.mtp_layers * spec.mtp_drafts)
     settings = generator.server_args
-    if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):
-        layers -= len(spec.windowed_layers) * (
-            1 - settings.get("swa_full_tokens_ratio", SECOND_POOL[spec.family])
+    pool = spec.attention.window_pool
+    if pool and not settings.get("disable_hybrid_swa_memory"):
+        layers -= len(spec.attention.windowed_layers) * (
+            1 - settings.get("swa_full_tokens_ratio", pool)
         )
     return _kv_bytes_of_layers(spec, generator, item, layers)
 
@@ -860,8 +810,7 @@ def kv_bytes_read(spec: ModelSpec, generator: GeneratorConfig, item: int, contex
     """KV bytes of all layers on one rank that are read for the next token of a request with
     `context` tokens.
     """
-    windowed = len(spec.windowed_layers)
-    tokens = (spec.attention_layers - windowed) * context + windowed * min(context, spec.window)
+    tokens = spec.attention.tokens_read(spec.attention_layers, context)
     return _kv_bytes_of_layers(spec, generator, item, tokens)
 
 
@@ -872,20 +821,16 @@ def _kv_bytes_of_layers(
     bytes_of_element = KV_ITEM_BYTES.get(
         generator.server_args.get("kv_cache_dtype", ""), float(item)
     )
-    if spec.kv_lora_rank:
-        return bytes_of_element * layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
-    heads = max(1.0, spec.num_kv_heads / (generator.tp / replicas))
-    return bytes_of_element * layers * 2 * heads * spec.head_dim / replicas
+    elements = spec.attention.cached_elements(spec, generator.tp / replicas)
+    return bytes_of_element * layers * elements / replicas
 
 
 def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """Bytes of all gated delta nets for one request on one rank, independent of its length: states
-    in float32, and the newest inputs of the convolutions.
-    """
-    keys = spec.linear_key_heads * spec.linear_key_dim
-    values = spec.linear_value_heads * spec.linear_value_dim
-    inputs = item * (2 * keys + values) * max(0, spec.linear_conv_width - 1)
-    return len(spec.linear_layers) * (4 * spec.linear_key_dim * values + inputs) / generator.tp
+    """Bytes of linear attention for one request on one rank, independent of its length."""
+    if spec.linear_attention is None:
+        return 0.0
+    state = spec.linear_attention.state_bytes(item)
+    return len(spec.linear_layers) * state / generator.tp
 
 
 def states_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:

@@ -363,9 +363,7 @@ def trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iter
     """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts,
     microbatches, recomputation, and context parallelism for long sequences.
     """
-    experts = [
-        2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64
-    ] or [1]
+    experts = [2**i for i in range(7) if spec.experts and spec.experts.count % 2**i == 0] or [1]
     longest = config.rollout.max_tokens + config.plan.mean_prompt_tokens
     budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [
         config.trainer.max_tokens_per_microbatch
@@ -406,7 +404,7 @@ def generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorCo
     """
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):
-            for ep in sorted({1, tp}) if spec.num_experts else (1,):
+            for ep in sorted({1, tp}) if spec.experts else (1,):
                 shape = replace(
                     config.generator,
                     tp=tp,
@@ -528,7 +526,7 @@ def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]
                 keep[key] = value
         yield {"trainer.pp": 2 * t.pp, "trainer.dp": t.dp // 2} | keep
         yield {"trainer.cp": 2 * t.cp, "trainer.dp": t.dp // 2}
-    if spec.num_experts:
+    if spec.experts:
         yield {"trainer.ep": 2 * t.ep}
     yield {"trainer.dp": 2 * t.dp}
     yield from _larger_gpu(config)

@@ -143,7 +143,7 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
         first_stage_layers=None,
         last_stage_layers=None,
     )
-    dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
+    dense = spec.dense_layers
     activation_bytes = (
         item * activation_elements(spec, unsplit, 0, dense, spec.num_layers - dense)
         + LOGIT_BYTES[dtype] * spec.vocab_size

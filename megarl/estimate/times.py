@@ -324,9 +324,7 @@ class TrainModel:
     @property
     def _experts_share(self) -> float:
         """The share of layers with experts."""
-        if not self.spec.num_experts:
-            return 0.0
-        return 1 - self.spec.first_dense_layers / self.spec.num_layers
+        return 1 - self.spec.dense_layers / self.spec.num_layers
 
     def _layer_s(self, rows: float) -> float:
         """One forward pass of one layer without `_attention_s`, as a mean over dense and expert
@@ -345,9 +343,9 @@ class TrainModel:
             4 * spec.hidden_size / split
             + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
         )
-        if spec.num_experts:
-            expert_rows = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
-            width = min(spec.hidden_size, spec.expert_intermediate_size / t.etp)
+        if spec.experts:
+            expert_rows = rows / share * t.ep * t.etp * spec.experts.per_token / spec.experts.count
+            width = min(spec.hidden_size, spec.experts.intermediate_size / t.etp)
             seconds += (
                 2
                 * rows
@@ -357,10 +355,10 @@ class TrainModel:
                 / self._rate(expert_rows, width, fp8=True)
             )
             seconds += self._experts_share * self.constants.expert_pass_s
-            experts_per_token = self._experts_share * spec.experts_per_token
+            experts_per_token = self._experts_share * spec.experts.per_token
             touched += (
                 experts_per_token
-                * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp)
+                * (3 * spec.hidden_size + 3 * spec.experts.intermediate_size / t.etp)
                 / t.tp
             )
         item = ITEM_BYTES[self.dtype]
@@ -370,16 +368,20 @@ class TrainModel:
         )
 
     def _tensor_s(self, rows: float) -> float:
-        """Two all-reduces over tp per layer, or one if experts replace the MLP.
-
-        A mean over layers.
+        """Two all-reduces over tp per layer, or one if experts replace the MLP, and what attention
+        gathers: half an all-reduce. A mean over layers.
         """
         spec = self.spec
         t = self.trainer
-        over_tp = self._group(t.tp, 1).all_reduce_s(
-            rows / t.cp * spec.hidden_size * ITEM_BYTES[self.dtype]
+        group = self._group(t.tp, 1)
+        row_bytes = rows / t.cp * ITEM_BYTES[self.dtype]
+        sums_s = (2 - self._experts_share) * group.all_reduce_s(row_bytes * spec.hidden_size)
+        gathered = sum(
+            layers * mixer.gathered_elements(spec, t.tp) for mixer, layers in spec.mixers
         )
-        return (2 - self._experts_share) * over_tp
+        if not gathered:
+            return sums_s
+        return sums_s + group.all_reduce_s(row_bytes * gathered / spec.num_layers) / 2
 
     def _context_s(self, rows: float, attention_s: float) -> float:
         """Seconds in which keys and values are sent around the cp ranks, as far as attention does
@@ -388,7 +390,8 @@ class TrainModel:
         """
         spec = self.spec
         t = self.trainer
-        part = rows / t.cp * 2 * spec.num_kv_heads * spec.head_dim / t.tp * ITEM_BYTES[self.dtype]
+        heads = max(1.0, spec.num_kv_heads / t.tp)
+        part = rows / t.cp * 2 * heads * spec.head_dim * ITEM_BYTES[self.dtype]
         step_s = self.constants.latency_s + part / self._group(t.cp, t.tp).bytes_per_s
         return max(0.0, (t.cp - 1) * step_s - attention_s)
 
@@ -396,19 +399,19 @@ class TrainModel:
         """Tokens are sent to their experts and back. A mean over layers."""
         spec = self.spec
         t = self.trainer
-        if not spec.num_experts:
+        if not spec.experts:
             return 0.0
         sent_bytes = (
             rows
             / (t.tp * t.cp)
-            * spec.experts_per_token
+            * spec.experts.per_token
             * spec.hidden_size
             * ITEM_BYTES[self.dtype]
         )
         copies = 1
         if t.megatron.get("moe_token_dispatcher_type") == "flex":
             # DeepEP and HybridEP send a token to each node once
-            copies = spec.experts_per_token
+            copies = spec.experts.per_token
         dispatch_s = self._group(t.ep * t.etp, 1).all_to_all_s(sent_bytes, copies)
         return 2 * self._experts_share * dispatch_s
 
@@ -618,9 +621,9 @@ class GenerateModel:
         )
         # read and written
         read += 2 * running * state_bytes(spec, self.generator, ITEM_BYTES[self.dtype])
-        if spec.num_experts:
+        if spec.experts:
             read += self.weights.expert * (
-                1 - (1 - spec.experts_per_token / spec.num_experts) ** (running * tokens)
+                1 - (1 - spec.experts.per_token / spec.experts.count) ** (running * tokens)
             )
         flops = (
             running

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.lora.settings import LoraConfig
+from megarl.models.attention import Attention
 from megarl.models.parameters import (
     EXPERT_FIELD,
     LAYER,
@@ -302,12 +303,12 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
             f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has not "
             "been tried"
         ]
-    if spec.norms_after:
+    if spec.norms.after:
         return [f"writing adapters of a {spec.family} model to SGLang's pool has not been tried"]
-    if spec.kv_lora_rank:
+    if spec.attention.NAME != Attention.NAME:
         return [
-            f"writing adapters of a {spec.family} model's latent attention to SGLang's pool has "
-            "not been tried"
+            f"writing adapters of a {spec.family} model's {spec.attention.NAME} to SGLang's pool "
+            "has not been tried"
         ]
     layers = _adapted(spec, topology, device, lora)
     problems = []
@@ -325,7 +326,7 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
     if len(experts) == 1:
         problems.append("SGLang serves adapters of experts only on gate, up and down together")
     dense_names = ("gate_up_proj", "down_proj")
-    if spec.num_experts and any(_layer(layer).endswith(dense_names) for layer in layers):
+    if spec.experts and any(_layer(layer).endswith(dense_names) for layer in layers):
         problems.append(
             "SGLang confuses the adapters of dense and shared layers with those of experts"
         )

@@ -147,10 +147,10 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
             f"lora.rank={lora.rank}: must be null: PEFT has one adapter each for "
             f"{' and '.join(fused)} of a {spec.family} checkpoint"
         )
-    if spec.linear_layers:
+    if spec.linear_attention and spec.linear_layers:
         yield (
-            f"lora.rank={lora.rank}: must be null: no adapter is stated for the gated delta "
-            f"nets of a {spec.family} model"
+            f"lora.rank={lora.rank}: must be null: no adapter is stated for the "
+            f"{spec.linear_attention.NAME} of a {spec.family} model"
         )
     if not target_names:
         yield (

@@ -1,31 +1,21 @@
 """Model families, one file each.
 
-A family declares its logical tensors, and where Megatron-core 0.19 and SGLang 0.5.23 keep them.
+A family declares the names of its checkpoints' architectures, and reads a config.json as a
+`ModelSpec`: sizes, and the blocks that the family composes. Each block, in a module of its own,
+says where the Hugging Face checkpoint, Megatron-core 0.19 and SGLang 0.5.23 keep its tensors, and
+what it costs.
+
+    block              what every decoder has, and what is asked of blocks
+    attention, latent_attention, gated_delta_net, norms, mlp, experts, paired_experts, vocabulary
+    spec               ModelSpec, which has the blocks
+    decoder            joins the tensors of a spec's blocks
+    family             what a family's module declares
+    reading            keys of config.json that families share
 
 A new family is one file, `megarl/models/<name>.py`, or one outside the package that `model.family`
-names. It declares
-
-    ARCHITECTURES = ("<Name>ForCausalLM",)  # names as in config.json
-    read_spec(reader) -> ModelSpec  # reads config.json; refuses unsupported variants
-    # tensors of the HF checkpoint, in forward order
-    logical_tensors(spec) -> tuple[LogicalTensor, ...]
-    # parameters of the trainer
-    megatron_parameters(spec, topology, layer_spec) -> tuple[Parameter, ...]
-    # parameters of one engine
-    sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]
-    # parameters that a quantised engine keeps in fp8
-    quantised_parameters(spec) -> tuple[str, ...]
-    # optional: checkpoint tensors that contain several
-    fused_tensors(spec) -> tuple[Parameter, ...]
-    UNUSED = ("<prefix>.",)  # optional: checkpoint tensors that are not loaded
-
-and needs no registration. Most families are made of blocks, each of which declares one part of a
-layer on all three sides: `vocabulary`, `attention`, `latent_attention`, `gated_delta_net`,
-`norms_after`, `mlp`, `experts`, `paired_experts`. `hybrid_attention` uses one of two kinds of
-attention in each layer. `dense` and `sparse` join blocks into whole layers. A new block is written
-with the classes of `parameters`: read that module first, then `qwen2` (shortest) and `gpt_oss`
-(longest). To test a family, add its name to FAMILIES in tests/unit/reshard_cases.py, and its
-tensors by plain slicing to tests/unit/reshard_reference.py.
+names, without registration. docs/extending.md says how to write one, and how to add a block. To
+test a family, add its name to FAMILIES in tests/unit/reshard_cases.py, and its tensors by plain
+slicing to tests/unit/reshard_reference.py.
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@ more routed expert.
 
 from __future__ import annotations
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import experts, latent_attention, multi_token, sparse
-from megarl.models.dense import read_common
-from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models import multi_token
+from megarl.models.latent_attention import MultiHeadLatentAttention
+from megarl.models.reading import read_common, read_sigmoid_experts
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
@@ -76,30 +75,12 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         reader,
         "deepseek_v3",
         head_dim=nope + rope,
-        **experts.read_sigmoid_router(reader),
-        q_lora_rank=reader.integer("q_lora_rank"),
-        kv_lora_rank=reader.integer("kv_lora_rank"),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=reader.integer("v_head_dim"),
+        experts=read_sigmoid_experts(reader),
+        attention=MultiHeadLatentAttention(
+            q_rank=reader.integer("q_lora_rank"),
+            kv_rank=reader.integer("kv_lora_rank"),
+            nope_dim=nope,
+            rope_dim=rope,
+            v_dim=reader.integer("v_head_dim"),
+        ),
     )
-
-
-def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    return sparse.logical_tensors(spec, attention=latent_attention)
-
-
-def megatron_parameters(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
-) -> tuple[Parameter, ...]:
-    return sparse.megatron_parameters(spec, topology, layer_spec, attention=latent_attention)
-
-
-def sglang_parameters(
-    spec: ModelSpec, topology: GeneratorTopology, device: str
-) -> tuple[Parameter, ...]:
-    return sparse.sglang_parameters(spec, topology, device, attention=latent_attention)
-
-
-def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    return sparse.quantised_parameters(spec, attention=latent_attention)

@@ -6,25 +6,13 @@ from __future__ import annotations
 
 from megarl.base.geometry import GeneratorTopology
 from megarl.config.errors import ConfigError
-from megarl.models import attention, mlp, norms_after, vocabulary
-from megarl.models.dense import (
-    logical_tensors,
-    megatron_parameters,
-    quantised_parameters,
-    read_common,
-)
+from megarl.models import decoder, vocabulary
+from megarl.models.attention import Attention
+from megarl.models.norms import Norms
 from megarl.models.parameters import Parameter
+from megarl.models.reading import read_common
 from megarl.models.registry import SLIDING, ConfigReader, rope_type
 from megarl.models.spec import GELU_TANH, ModelSpec
-
-__all__ = [
-    "ARCHITECTURES",
-    "logical_tensors",
-    "megatron_parameters",
-    "quantised_parameters",
-    "read_spec",
-    "sglang_parameters",
-]
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 FULL = "full_attention"
@@ -48,15 +36,16 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         "gemma3",
         tie_word_embeddings=True,
         rope_theta=rope[FULL],
-        qk_norm=True,
-        norms_after=True,
-        zero_centred_norms=True,
+        norms=Norms(after=True, zero_centred=True),
         activation=GELU_TANH,
         embedding_scale=reader.integer("hidden_size") ** 0.5,
-        attention_scale=reader.integer("query_pre_attn_scalar") ** -0.5,
-        window=reader.integer("sliding_window"),
-        windowed_layers=_windowed(reader),
-        windowed_rope_theta=rope[SLIDING],
+        attention=Attention(
+            qk_norm=True,
+            scale=reader.integer("query_pre_attn_scalar") ** -0.5,
+            window=reader.integer("sliding_window"),
+            windowed_layers=_windowed(reader),
+            windowed_rope_theta=rope[SLIDING],
+        ),
     )
 
 
@@ -92,7 +81,4 @@ def sglang_parameters(
     spec: ModelSpec, topology: GeneratorTopology, device: str
 ) -> tuple[Parameter, ...]:
     """SGLang's parameters. Every rank has the whole embedding."""
-    layers = attention.sglang(spec, topology, device) + mlp.sglang(
-        topology, device, spec.intermediate_size
-    )
-    return vocabulary.sglang_of_whole([*layers, attention.sglang_norm(), *norms_after.sglang(spec)])
+    return vocabulary.sglang_of_whole(decoder.sglang_layers(spec, topology, device))

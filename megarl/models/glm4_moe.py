@@ -6,24 +6,12 @@ The layer for multi-token prediction has the index num_hidden_layers in the chec
 
 from __future__ import annotations
 
-from megarl.base.geometry import GeneratorTopology
 from megarl.config.errors import ConfigError
-from megarl.models import experts, multi_token, sparse
-from megarl.models.dense import read_common
-from megarl.models.parameters import Parameter
+from megarl.models import multi_token
+from megarl.models.attention import Attention
+from megarl.models.reading import read_common, read_sigmoid_experts
 from megarl.models.registry import ConfigReader
-from megarl.models.sparse import logical_tensors, megatron_parameters, quantised_parameters
 from megarl.models.spec import ModelSpec
-
-__all__ = [
-    "ARCHITECTURES",
-    "PREDICTION",
-    "logical_tensors",
-    "megatron_parameters",
-    "quantised_parameters",
-    "read_spec",
-    "sglang_parameters",
-]
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 PREDICTION = multi_token.NEXTN
@@ -54,14 +42,10 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     return read_common(
         reader,
         "glm4_moe",
-        qkv_bias=reader.flag("attention_bias", False),
-        qk_norm=reader.flag("use_qk_norm", False),
+        attention=Attention(
+            qkv_bias=reader.flag("attention_bias", False),
+            qk_norm=reader.flag("use_qk_norm", False),
+        ),
         partial_rotary_factor=reader.partial_rotary_factor(0.5),
-        **experts.read_sigmoid_router(reader),
+        experts=read_sigmoid_experts(reader, router_dtype="float32"),
     )
-
-
-def sglang_parameters(
-    spec: ModelSpec, topology: GeneratorTopology, device: str
-) -> tuple[Parameter, ...]:
-    return sparse.sglang_parameters(spec, topology, device, router_dtype="float32")

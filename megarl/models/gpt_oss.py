@@ -4,11 +4,12 @@ in every other layer, sinks.
 
 from __future__ import annotations
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import attention, mlp, paired_experts, vocabulary
-from megarl.models.dense import read_common
-from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models import paired_experts
+from megarl.models.attention import Attention
+from megarl.models.paired_experts import PairedExperts
+from megarl.models.parameters import Parameter
+from megarl.models.reading import read_common
 from megarl.models.registry import SLIDING, ConfigReader
 from megarl.models.spec import CLAMPED_SWIGLU, ModelSpec
 
@@ -44,14 +45,19 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         activation=CLAMPED_SWIGLU,
         activation_limit=reader.number("swiglu_limit", 7.0),
         intermediate_size=0,
-        qkv_bias=True,
-        linear_bias=True,
-        sinks=True,
-        window=reader.integer("sliding_window"),
-        windowed_layers=_windowed(reader),
-        num_experts=reader.renamed("num_local_experts", "num_experts"),
-        experts_per_token=reader.renamed("num_experts_per_tok", "experts_per_token"),
-        expert_intermediate_size=reader.integer("intermediate_size"),
+        attention=Attention(
+            qkv_bias=True,
+            output_bias=True,
+            sinks=True,
+            window=reader.integer("sliding_window"),
+            windowed_layers=_windowed(reader),
+            window_pool=0.8,
+        ),
+        experts=PairedExperts(
+            count=reader.renamed("num_local_experts", "num_experts"),
+            per_token=reader.renamed("num_experts_per_tok", "experts_per_token"),
+            intermediate_size=reader.integer("intermediate_size"),
+        ),
     )
     _check_rope(reader, spec)
     return spec
@@ -88,32 +94,8 @@ def _check_rope(reader: ConfigReader, spec: ModelSpec) -> None:
         )
 
 
-def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    return vocabulary.logical(
-        spec, [*attention.logical(spec), mlp.norm(spec), *paired_experts.logical(spec)]
-    )
-
-
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
     return paired_experts.stacked()
-
-
-def megatron_parameters(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
-) -> tuple[Parameter, ...]:
-    layers = [*attention.megatron(spec, topology, layer_spec), mlp.megatron_norm("local")]
-    return vocabulary.megatron(
-        spec, topology, layers + paired_experts.megatron(spec, topology, layer_spec)
-    )
-
-
-def sglang_parameters(
-    spec: ModelSpec, topology: GeneratorTopology, device: str
-) -> tuple[Parameter, ...]:
-    layers = [*attention.sglang(spec, topology, device), attention.sglang_norm(), mlp.sglang_norm()]
-    return vocabulary.sglang(
-        spec, topology, device, layers + paired_experts.sglang(spec, topology, device)
-    )
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:

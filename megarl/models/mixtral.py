@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import sparse
-from megarl.models.dense import read_common
-from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models.experts import Experts
+from megarl.models.reading import read_common
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
 ARCHITECTURES = ("MixtralForCausalLM",)
-MODULE = "block_sparse_moe"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
@@ -32,9 +29,12 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         reader,
         "mixtral",
         intermediate_size=0,
-        num_experts=reader.renamed("num_local_experts", "num_experts"),
-        experts_per_token=reader.integer("num_experts_per_tok"),
-        expert_intermediate_size=reader.integer("intermediate_size"),
+        experts=Experts(
+            count=reader.renamed("num_local_experts", "num_experts"),
+            per_token=reader.integer("num_experts_per_tok"),
+            intermediate_size=reader.integer("intermediate_size"),
+            module="block_sparse_moe",
+        ),
     )
     if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
         raise ConfigError(
@@ -46,23 +46,3 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
             "rope_scaling"
         )
     return spec
-
-
-def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    return sparse.logical_tensors(spec, MODULE)
-
-
-def megatron_parameters(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
-) -> tuple[Parameter, ...]:
-    return sparse.megatron_parameters(spec, topology, layer_spec, MODULE)
-
-
-def sglang_parameters(
-    spec: ModelSpec, topology: GeneratorTopology, device: str
-) -> tuple[Parameter, ...]:
-    return sparse.sglang_parameters(spec, topology, device, MODULE)
-
-
-def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    return sparse.quantised_parameters(spec, MODULE)

@@ -1,4 +1,4 @@
-"""The dense gated MLP with the norm before it.
+"""The dense gated MLP.
 
 The shared experts of a mixture are also such an MLP.
 """
@@ -7,60 +7,31 @@ from __future__ import annotations
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, round_up, whole
-from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}."
-POST_NORM = _L + "post_attention_layernorm.weight"
 # ffn rows are padded to a multiple of this times tp; sglang/srt/configs/update_config.py
 SGLANG_CPU_PADDING = 32
 MLP = "mlp"
 SHARED = "mlp.shared_experts"
 GATED_SHARED = "mlp.shared_expert"  # module names in HF checkpoints and SGLang
-SHARED_GATE = _L + "mlp.shared_expert_gate.weight"
 QUANTISED = (_L + MLP + ".gate_up_proj.weight", _L + MLP + ".down_proj.weight")
-MLP_NORM_NAMES = {"local": "pre_mlp_layernorm.weight", "te": "mlp.linear_fc1.layer_norm_weight"}
 
 
 def logical(
-    spec: ModelSpec, rows: int, module: str = MLP, layers: Layers | None = None
+    hidden: int, rows: int, module: str = MLP, layers: Layers | None = None
 ) -> list[LogicalTensor]:
     """`rows`: intermediate size."""
     gate, up, down = _names(module)
-    wide = (rows, spec.hidden_size)
-    narrow = (spec.hidden_size, rows)
+    wide = (rows, hidden)
+    narrow = (hidden, rows)
     result: list[LogicalTensor] = []
     for name, shape in ((gate, wide), (up, wide), (down, narrow)):
         result.append(LogicalTensor(name, shape, LAYER, layers))
     return result
 
 
-def shared_module(spec: ModelSpec) -> str:
-    if spec.shared_expert_gate:
-        return GATED_SHARED
-    return SHARED
-
-
 def quantised(module: str) -> tuple[str, ...]:
     return tuple(name.replace(MLP, module) for name in QUANTISED)
-
-
-def shared_gate(spec: ModelSpec, layers: Layers | None) -> list[LogicalTensor]:
-    if spec.shared_expert_gate:
-        return [LogicalTensor(SHARED_GATE, (1, spec.hidden_size), LAYER, layers)]
-    return []
-
-
-def megatron_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter]:
-    name = f"decoder.layers.{{layer}}.{SHARED}.gate_weight"
-    if spec.shared_expert_gate:
-        return [whole(name, LAYER, SHARED_GATE, layers=layers)]
-    return []
-
-
-def sglang_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter]:
-    if spec.shared_expert_gate:
-        return [whole(SHARED_GATE, LAYER, SHARED_GATE, layers=layers)]
-    return []
 
 
 def fused() -> Parameter:
@@ -69,10 +40,6 @@ def fused() -> Parameter:
     SGLang's parameter has the same name.
     """
     return whole(QUANTISED[0], LAYER, *_names(MLP)[:2])
-
-
-def norm(spec: ModelSpec, layers: Layers | None = None) -> LogicalTensor:
-    return LogicalTensor(POST_NORM, (spec.hidden_size,), LAYER, layers)
 
 
 def megatron(
@@ -97,16 +64,6 @@ def megatron(
             prefix + "linear_fc2.weight", LAYER, (Part(down),), dim=1, groups=tp, layers=layers
         ),
     ]
-
-
-def megatron_norm(layer_spec: str, layers: Layers | None = None) -> Parameter:
-    """The norm before a dense MLP.
-
-    Before experts, both layer specs have it as a separate module: pass layer_spec "local".
-    """
-    return whole(
-        "decoder.layers.{layer}." + MLP_NORM_NAMES[layer_spec], LAYER, POST_NORM, layers=layers
-    )
 
 
 def sglang(
@@ -138,10 +95,6 @@ def sglang(
             prefix + "down_proj.weight", LAYER, (Part(down, rows),), dim=1, groups=tp, layers=layers
         ),
     ]
-
-
-def sglang_norm(layers: Layers | None = None) -> Parameter:
-    return whole(POST_NORM, LAYER, POST_NORM, layers=layers)
 
 
 def _names(module: str) -> tuple[str, str, str]:

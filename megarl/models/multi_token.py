@@ -14,18 +14,17 @@ checkpoints and in SGLang's draft model. In layouts the extra layer has number `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
+from megarl.models.family import Family, Prediction
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, whole
 from megarl.models.spec import LM, ModelSpec
 from megarl.models.vocabulary import EMBED, HEAD
 
-PREDICTION = "PREDICTION"  # attribute of a family with such a layer
 COUNT = "num_nextn_predict_layers"  # key in config.json
 # names of it that Transformers and SGLang read
 COUNTS = (COUNT, "num_mtp_layers", "mtp_num_hidden_layers")
@@ -35,23 +34,6 @@ _LAYER = "model.layers.{layer}."
 _MEGATRON_LAYER = "decoder.layers.{layer}."
 _OWN_LAYER = MEGATRON + "mtp_model_layer."
 _MEGATRON_NAMES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Names in a family's layer.
-
-    `names` and `draft_names`: the norms of embedding and hidden states, the projection, the last
-    norm.
-    """
-
-    layer: str  # prefix of the decoder layer's names in checkpoints
-    names: tuple[str, str, str, str]
-    draft_layer: str  # prefix of its names in SGLang's draft model
-    draft_names: tuple[str, str, str, str]
-    counted: bool = True  # whether config.json has COUNT; without it there is one layer
-    # (name, logical tensor): a checkpoint repeats the tensor under `name`; a loader compares them
-    copies: tuple[tuple[str, str], ...] = ()
 
 
 NEXTN = Prediction(
@@ -90,9 +72,9 @@ QWEN = Prediction(
 )
 
 
-def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family: ModuleType) -> int:
+def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family: Family) -> int:
     """The number of such layers in the checkpoint. Raises ConfigError if it is not 1."""
-    names: Prediction | None = getattr(family, PREDICTION, None)
+    names = family.PREDICTION
     if names is None:
         raise ConfigError(
             f"trainer.mtp: must be ignore for a {spec.family} model: no layer for multi-token "
@@ -116,11 +98,11 @@ def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family:
     return 1
 
 
-def logical(spec: ModelSpec, family: ModuleType) -> Iterator[LogicalTensor]:
+def logical(spec: ModelSpec, family: Family) -> Iterator[LogicalTensor]:
     """The layer's tensors in a checkpoint, in forward order, without `copies`."""
     if not spec.mtp_layers:
         return
-    names = family.PREDICTION
+    names = family.prediction
     layers = _layers(spec)
     hidden = spec.hidden_size
     embedding, states, projection, norm = names.names
@@ -130,18 +112,18 @@ def logical(spec: ModelSpec, family: ModuleType) -> Iterator[LogicalTensor]:
         (projection, (hidden, 2 * hidden)),
     ):
         yield LogicalTensor(name, shape, LAYER, layers)
-    for tensor in family.logical_tensors(_one(spec)):
+    for tensor in family.logical_tensors(spec.last_layer()):
         if tensor.place == LAYER:
             yield replace(tensor, name=tensor.name.replace(_LAYER, names.layer), layers=layers)
     yield LogicalTensor(norm, (hidden,), LAYER, layers)
 
 
-def copies(spec: ModelSpec, family: ModuleType) -> dict[str, str]:
+def copies(spec: ModelSpec, family: Family) -> dict[str, str]:
     """The tensors that a checkpoint repeats for the layer: name -> logical tensor."""
     if not spec.mtp_layers:
         return {}
     result: dict[str, str] = {}
-    for name, original in family.PREDICTION.copies:
+    for name, original in family.prediction.copies:
         result[name.replace("{layer}", str(spec.num_layers))] = original
     return result
 
@@ -154,20 +136,20 @@ def other_copy(file: Path, name: str, original: str) -> str:
 
 
 def megatron(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str, family: ModuleType
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str, family: Family
 ) -> Iterator[Parameter]:
     if not spec.mtp_layers:
         return
     layers = _layers(spec)
     names = [MEGATRON + name + ".weight" for name in _MEGATRON_NAMES]
     yield from _around(spec, family, names, topology.tp)
-    for parameter in family.megatron_parameters(_one(spec), topology, layer_spec):
+    for parameter in family.megatron_parameters(spec.last_layer(), topology, layer_spec):
         if parameter.place == LAYER:
             yield _moved(parameter, _MEGATRON_LAYER, _OWN_LAYER, layers, family)
 
 
 def sglang(
-    spec: ModelSpec, topology: GeneratorTopology, device: str, family: ModuleType
+    spec: ModelSpec, topology: GeneratorTopology, device: str, family: Family
 ) -> Iterator[Parameter]:
     """The draft model's own parameters.
 
@@ -176,36 +158,34 @@ def sglang(
     if not spec.mtp_drafts:
         return
     layers = _layers(spec)
-    names = family.PREDICTION
+    names = family.prediction
     yield from _around(spec, family, [DRAFT + name for name in names.draft_names])
-    for parameter in family.sglang_parameters(_one(spec), topology, device):
+    for parameter in family.sglang_parameters(spec.last_layer(), topology, device):
         if parameter.place == LAYER:
             yield _moved(parameter, _LAYER, DRAFT + names.draft_layer, layers, family)
 
 
-def quantised(spec: ModelSpec, family: ModuleType) -> tuple[str, ...]:
+def quantised(spec: ModelSpec, family: Family) -> tuple[str, ...]:
     """The draft model's parameters that a quantised engine keeps in fp8, as in the engine's
     model.
     """
     if not spec.mtp_drafts:
         return ()
-    draft_layer = DRAFT + family.PREDICTION.draft_layer
+    draft_layer = DRAFT + family.prediction.draft_layer
     return tuple(
-        name.replace(_LAYER, draft_layer) for name in family.quantised_parameters(_one(spec))
+        name.replace(_LAYER, draft_layer) for name in family.quantised_parameters(spec.last_layer())
     )
 
 
-def _around(
-    spec: ModelSpec, family: ModuleType, names: list[str], tp: int = 1
-) -> Iterator[Parameter]:
+def _around(spec: ModelSpec, family: Family, names: list[str], tp: int = 1) -> Iterator[Parameter]:
     """The parameters outside the decoder layer.
 
     If `tp` is above 1, the projection is sharded by rows.
     """
     layers = _layers(spec)
-    for name, logical_name in zip(names, family.PREDICTION.names):
+    for name, logical_name in zip(names, family.prediction.names):
         parameter = whole(name, LAYER, logical_name, layers=layers)
-        if logical_name == family.PREDICTION.names[2] and tp > 1:
+        if logical_name == family.prediction.names[2] and tp > 1:
             parameter = replace(
                 parameter, dim=0, groups=tp, units=(("hidden size", spec.hidden_size),)
             )
@@ -213,7 +193,7 @@ def _around(
 
 
 def _moved(
-    parameter: Parameter, prefix: str, replacement: str, layers: Layers, family: ModuleType
+    parameter: Parameter, prefix: str, replacement: str, layers: Layers, family: Family
 ) -> Parameter:
     """`parameter`, moved to the layer: its name begins with `replacement` instead of `prefix`, and
     its parts are the layer's.
@@ -224,22 +204,9 @@ def _moved(
     )
 
 
-def _of_layer(part: Part, family: ModuleType) -> Part:
-    return replace(part, logical_name=part.logical_name.replace(_LAYER, family.PREDICTION.layer))
+def _of_layer(part: Part, family: Family) -> Part:
+    return replace(part, logical_name=part.logical_name.replace(_LAYER, family.prediction.layer))
 
 
 def _layers(spec: ModelSpec) -> Layers:
     return spec.num_layers, spec.num_layers + spec.mtp_layers
-
-
-def _one(spec: ModelSpec) -> ModelSpec:
-    """The family's model with a single layer, like the last."""
-    return replace(
-        spec,
-        num_layers=1,
-        first_dense_layers=0,
-        linear_layers=(),
-        windowed_layers=(),
-        mtp_layers=0,
-        mtp_drafts=False,
-    )

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from megarl.config.errors import ConfigError
-from megarl.models.dense import (
-    logical_tensors,
-    megatron_parameters,
-    quantised_parameters,
-    read_common,
-    sglang_parameters,
-)
+from megarl.models.attention import Attention
+from megarl.models.norms import Norms
+from megarl.models.reading import read_common
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
-
-__all__ = [
-    "ARCHITECTURES",
-    "logical_tensors",
-    "megatron_parameters",
-    "quantised_parameters",
-    "read_spec",
-    "sglang_parameters",
-]
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 
@@ -32,10 +19,8 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     spec = read_common(
         reader,
         "olmo2",
-        qk_norm=True,
-        qk_norm_of_all_heads=True,
-        norms_before=False,
-        norms_after=True,
+        attention=Attention(qk_norm=True, qk_norm_of_all_heads=True),
+        norms=Norms(before=False, after=True),
     )
     if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
         raise ConfigError(

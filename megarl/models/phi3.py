@@ -6,26 +6,10 @@ from __future__ import annotations
 
 from megarl.config.errors import ConfigError
 from megarl.models import attention, mlp
-from megarl.models.dense import (
-    expect_no_biases,
-    logical_tensors,
-    megatron_parameters,
-    quantised_parameters,
-    read_common,
-    sglang_parameters,
-)
 from megarl.models.parameters import Parameter
+from megarl.models.reading import expect_no_biases, read_common
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
-
-__all__ = [
-    "ARCHITECTURES",
-    "logical_tensors",
-    "megatron_parameters",
-    "quantised_parameters",
-    "read_spec",
-    "sglang_parameters",
-]
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from megarl.models.dense import (
-    expect_no_window_of_qwen,
-    logical_tensors,
-    megatron_parameters,
-    quantised_parameters,
-    read_common,
-    sglang_parameters,
-)
+from megarl.models.attention import Attention
+from megarl.models.reading import expect_no_window_of_qwen, read_common
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
-
-__all__ = [
-    "ARCHITECTURES",
-    "logical_tensors",
-    "megatron_parameters",
-    "quantised_parameters",
-    "read_spec",
-    "sglang_parameters",
-]
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 
@@ -28,4 +13,4 @@ ARCHITECTURES = ("Qwen2ForCausalLM",)
 def read_spec(reader: ConfigReader) -> ModelSpec:
     reader.assume(num_key_value_heads=32)
     expect_no_window_of_qwen(reader)
-    return read_common(reader, "qwen2", qkv_bias=True)
+    return read_common(reader, "qwen2", attention=Attention(qkv_bias=True))

@@ -10,12 +10,10 @@ prediction (`mtp.*`) is left out.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
-from typing import Any
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.models import dense, experts, hybrid_attention, sparse
-from megarl.models.parameters import LogicalTensor, Parameter, whole
+from megarl.models import experts
+from megarl.models.decoder import logical_tensors
+from megarl.models.parameters import Parameter, whole
 from megarl.models.qwen3_next import read_hybrid, read_mixture
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
@@ -40,36 +38,23 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     mixture = architecture.startswith("Qwen3_5Moe")
     kv_heads = 2 if mixture else 4
     reader.assume(num_key_value_heads=kv_heads, num_experts=256, num_experts_per_tok=8)
-    if mixture:
-        mixture_fields: dict[str, Any] = read_mixture(reader) | {"stacked_experts": seeing}
-    else:
-        mixture_fields = {}
-    return read_hybrid(
-        reader, "qwen3_5", linear_by_kind=True, vision_tower=seeing, **mixture_fields
-    )
-
-
-def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    return _layers(spec).logical_tensors(spec, attention=hybrid_attention)
+    mixture_fields = read_mixture(reader, stacked=seeing) if mixture else {}
+    return read_hybrid(reader, "qwen3_5", by_kind=True, vision_tower=seeing, **mixture_fields)
 
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
     """The tensors with other names in files: with a vision tower, all but the output layer; also
     experts that are stacked in one tensor.
     """
-    stacked = experts.stacked() if spec.stacked_experts else ()
+    stacked = experts.stacked() if spec.experts and spec.experts.stacked else ()
     parts = set()
     for parameter in stacked:
         for part in parameter.parts:
             parts.add(part.logical_name)
-    unstacked = []
+    parameters = [*stacked]
     for tensor in logical_tensors(spec):
         if spec.vision_tower and tensor.name not in parts:
-            unstacked.append(tensor)
-    parameters = (
-        *stacked,
-        *(whole(tensor.name, tensor.place, tensor.name) for tensor in unstacked),
-    )
+            parameters.append(whole(tensor.name, tensor.place, tensor.name))
     return tuple(
         replace(parameter, name=_named(spec, parameter.name))
         for parameter in dict.fromkeys(parameters)
@@ -80,30 +65,3 @@ def _named(spec: ModelSpec, name: str) -> str:
     if name == HEAD or not spec.vision_tower:
         return name
     return name.replace("model.", "model.language_model.", 1)
-
-
-def megatron_parameters(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
-) -> tuple[Parameter, ...]:
-    return _layers(spec).megatron_parameters(spec, topology, layer_spec, attention=hybrid_attention)
-
-
-def sglang_parameters(
-    spec: ModelSpec, topology: GeneratorTopology, device: str
-) -> tuple[Parameter, ...]:
-    return _layers(spec).sglang_parameters(spec, topology, device, attention=hybrid_attention)
-
-
-def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    absent = hybrid_attention.absent(spec)
-    return tuple(
-        name
-        for name in _layers(spec).quantised_parameters(spec, attention=hybrid_attention)
-        if name not in absent
-    )
-
-
-def _layers(spec: ModelSpec) -> ModuleType:
-    if spec.num_experts:
-        return sparse
-    return dense

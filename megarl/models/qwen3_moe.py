@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from megarl.models.dense import read_common
+from megarl.models.attention import Attention
+from megarl.models.experts import Experts
+from megarl.models.reading import read_common
 from megarl.models.registry import ConfigReader
-from megarl.models.sparse import (
-    logical_tensors,
-    megatron_parameters,
-    quantised_parameters,
-    sglang_parameters,
-)
 from megarl.models.spec import ModelSpec
-
-__all__ = [
-    "ARCHITECTURES",
-    "logical_tensors",
-    "megatron_parameters",
-    "quantised_parameters",
-    "read_spec",
-    "sglang_parameters",
-]
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
@@ -43,10 +30,12 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     return read_common(
         reader,
         "qwen3_moe",
-        qk_norm=True,
         intermediate_size=0,
-        num_experts=reader.renamed("num_experts", "num_local_experts"),
-        experts_per_token=reader.integer("num_experts_per_tok"),
-        expert_intermediate_size=reader.integer("moe_intermediate_size"),
-        norm_topk_prob=reader.flag("norm_topk_prob", False),
+        attention=Attention(qk_norm=True),
+        experts=Experts(
+            count=reader.renamed("num_experts", "num_local_experts"),
+            per_token=reader.integer("num_experts_per_tok"),
+            intermediate_size=reader.integer("moe_intermediate_size"),
+            norm_topk_prob=reader.flag("norm_topk_prob", False),
+        ),
     )

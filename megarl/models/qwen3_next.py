@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import hybrid_attention, multi_token, sparse
-from megarl.models.dense import read_common
-from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models import multi_token
+from megarl.models.attention import Attention
+from megarl.models.experts import Experts
+from megarl.models.gated_delta_net import GatedDeltaNet
+from megarl.models.norms import Norms
+from megarl.models.reading import read_common
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
@@ -35,7 +37,9 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     return read_hybrid(reader, "qwen3_next", **read_mixture(reader))
 
 
-def read_hybrid(reader: ConfigReader, family: str, **family_fields: Any) -> ModelSpec:
+def read_hybrid(
+    reader: ConfigReader, family: str, *, by_kind: bool = False, **family_fields: Any
+) -> ModelSpec:
     """Reads the keys that all families with gated delta nets and gated attention share.
 
     The fields `family_fields` are added.
@@ -58,21 +62,23 @@ def read_hybrid(reader: ConfigReader, family: str, **family_fields: Any) -> Mode
     return read_common(
         reader,
         family,
-        qk_norm=True,
-        zero_centred_norms=True,
-        gated_attention=True,
+        attention=Attention(qk_norm=True, gated=True),
+        linear_attention=GatedDeltaNet(
+            layers=_linear_layers(reader),
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=reader.integer("linear_key_head_dim"),
+            value_dim=reader.integer("linear_value_head_dim"),
+            conv_width=reader.integer("linear_conv_kernel_dim"),
+            by_kind=by_kind,
+        ),
+        norms=Norms(zero_centred=True),
         partial_rotary_factor=reader.partial_rotary_factor(FACTOR),
-        linear_layers=_linear_layers(reader),
-        linear_key_heads=key_heads,
-        linear_value_heads=value_heads,
-        linear_key_dim=reader.integer("linear_key_head_dim"),
-        linear_value_dim=reader.integer("linear_value_head_dim"),
-        linear_conv_width=reader.integer("linear_conv_kernel_dim"),
         **family_fields,
     )
 
 
-def read_mixture(reader: ConfigReader) -> dict[str, Any]:
+def read_mixture(reader: ConfigReader, *, stacked: bool = False) -> dict[str, Any]:
     """Fields of the spec for a mixture of experts in every layer."""
     reader.assume(moe_intermediate_size=512, shared_expert_intermediate_size=512)
     reader.expect("decoder_sparse_step", 1, 1)
@@ -80,12 +86,15 @@ def read_mixture(reader: ConfigReader) -> dict[str, Any]:
         reader.expect("mlp_only_layers", [], [])
     return {
         "intermediate_size": 0,
-        "num_experts": reader.integer("num_experts"),
-        "experts_per_token": reader.integer("num_experts_per_tok"),
-        "expert_intermediate_size": reader.integer("moe_intermediate_size"),
-        "shared_intermediate_size": reader.integer("shared_expert_intermediate_size"),
-        "shared_expert_gate": True,
-        "norm_topk_prob": reader.flag("norm_topk_prob", True),
+        "experts": Experts(
+            count=reader.integer("num_experts"),
+            per_token=reader.integer("num_experts_per_tok"),
+            intermediate_size=reader.integer("moe_intermediate_size"),
+            shared_size=reader.integer("shared_expert_intermediate_size"),
+            shared_gate=True,
+            norm_topk_prob=reader.flag("norm_topk_prob", True),
+            stacked=stacked,
+        ),
     }
 
 
@@ -124,28 +133,3 @@ def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:
     if (reader.values.get("layer_types") or kinds) != kinds:
         reader.expect("layer_types", kinds, kinds)
     return tuple(layer for layer in layers if kinds[layer] == LINEAR)
-
-
-def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    return sparse.logical_tensors(spec, attention=hybrid_attention)
-
-
-def megatron_parameters(
-    spec: ModelSpec, topology: TrainerTopology, layer_spec: str
-) -> tuple[Parameter, ...]:
-    return sparse.megatron_parameters(spec, topology, layer_spec, attention=hybrid_attention)
-
-
-def sglang_parameters(
-    spec: ModelSpec, topology: GeneratorTopology, device: str
-) -> tuple[Parameter, ...]:
-    return sparse.sglang_parameters(spec, topology, device, attention=hybrid_attention)
-
-
-def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    absent = hybrid_attention.absent(spec)
-    return tuple(
-        name
-        for name in sparse.quantised_parameters(spec, attention=hybrid_attention)
-        if name not in absent
-    )

@@ -1,6 +1,6 @@
 """Reads an HF config.json as a `ModelSpec`, and finds the family module with the spec's tensors.
 
-The package's docstring says what a family module declares. Every module of the package that has
+`megarl.models.family` says what a family's module declares. Every module of the package that has
 `ARCHITECTURES` is a family.
 """
 
@@ -19,7 +19,7 @@ import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 from megarl.base.files import HubError, hub_file
@@ -28,24 +28,13 @@ from megarl.base.without_torch import ask_program
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module, import_module
 from megarl.models import auto_config, multi_token
+from megarl.models.family import REQUIRED, Family
 from megarl.models.parameters import LogicalTensor, Parameter
-from megarl.models.spec import LM, ModelSpec
+from megarl.models.spec import LM, ModelSpec, differing
 
 SLIDING = "sliding_attention"  # value of a windowed layer in `layer_types`
 CAUSAL_LM = "ForCausalLM"
 CLASSIFICATION = "ForSequenceClassification"  # suffixes of architectures: head LM, head SCALAR
-
-# What a family's module declares: see the docstring of the package.
-FUSED = "fused_tensors"
-UNUSED = "UNUSED"  # optional in a family
-FAMILY = (
-    "ARCHITECTURES",
-    "read_spec",
-    "logical_tensors",
-    "megatron_parameters",
-    "sglang_parameters",
-    "quantised_parameters",
-)
 
 
 # Keys of rotary embeddings that Transformers requires.
@@ -220,7 +209,7 @@ class ConfigReader:
             "max_position_embeddings"
         )
 
-    def spec(self, family: ModuleType) -> ModelSpec:
+    def spec(self, family: Family) -> ModelSpec:
         """The spec that `family` reads. Raises ConfigError."""
         try:
             spec = family.read_spec(self)
@@ -359,18 +348,14 @@ def differences(
     transformers_spec = replace(
         transformers_spec, mtp_drafts=spec.mtp_drafts
     )  # a setting of the run
-    result: list[str] = []
-    for name, value in vars(spec).items():
-        if value != getattr(transformers_spec, name):
-            result.append(f"{name} {value!r}, not {getattr(transformers_spec, name)!r}")
-    return result
+    return [*differing(spec, transformers_spec, compared=False)]
 
 
-def family(spec: ModelSpec) -> ModuleType:
-    """The module with the tensors of `spec`."""
+def family(spec: ModelSpec) -> Family:
+    """What the module of `spec` declares."""
     if is_own(spec):
-        return import_module(spec.family)
-    return importlib.import_module(f"megarl.models.{spec.family}")
+        return Family.of(import_module(spec.family))
+    return Family.of(importlib.import_module(f"megarl.models.{spec.family}"))
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
@@ -411,7 +396,7 @@ def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
     """The tensors of an HF checkpoint that contain several logical tensors, one below the other."""
-    return getattr(family(spec), FUSED, lambda spec: ())(spec)
+    return family(spec).fused_tensors(spec)
 
 
 def is_own(spec: ModelSpec) -> bool:
@@ -428,13 +413,13 @@ def _modules() -> tuple[str, ...]:
 
 
 @functools.cache
-def architectures() -> dict[str, ModuleType]:
-    """Architecture name in config.json -> family module."""
+def architectures() -> dict[str, Family]:
+    """Architecture name in config.json -> family."""
     modules = [importlib.import_module(f"megarl.models.{name}") for name in _modules()]
-    result: dict[str, ModuleType] = {}
+    result: dict[str, Family] = {}
     for module in modules:
         for name in getattr(module, "ARCHITECTURES", ()):
-            result[name] = module
+            result[name] = Family.of(module)
     return result
 
 
@@ -567,7 +552,7 @@ def _padding_token(token_id: Any, vocab_size: int) -> int | None:
 
 def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: str) -> ModelSpec:
     module = find_module(name, f"model.family={name}")
-    missing = [function_name for function_name in FAMILY if not hasattr(module, function_name)]
+    missing = [declared for declared in REQUIRED if not hasattr(module, declared)]
     if missing:
         raise ConfigError(
             f"model.family={name}: the module lacks {', '.join(missing)}; docs/extending.md says "
@@ -578,7 +563,7 @@ def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: s
             f"{source}: architectures = {architecture!r}; model.family={name} is for "
             f"{', '.join(module.ARCHITECTURES)}"
         )
-    return replace(ConfigReader(source, values).spec(module), family=name)
+    return replace(ConfigReader(source, values).spec(Family.of(module)), family=name)
 
 
 def _config_file(model: str, setting: str) -> Path:
@@ -609,24 +594,11 @@ def flops_per_token(spec: ModelSpec, length: float) -> float:
 
 
 def attention_flops(spec: ModelSpec, length: float) -> float:
-    """Forward FLOPs per token and layer for scores and weighted values, a mean over layers.
-
-    For gated delta nets: for reading their states twice and writing to them.
+    """Forward FLOPs per token and layer beside linear layers (scores and weighted values, or
+    states), a mean over layers.
     """
-    values = spec.v_head_dim or spec.head_dim
-    attention = 2 * spec.num_attention_heads * (spec.head_dim + values) * attended(spec, length)
-    linear = 2 * 3 * spec.linear_value_heads * spec.linear_key_dim * spec.linear_value_dim
-    return (spec.attention_layers * attention + len(spec.linear_layers) * linear) / spec.num_layers
-
-
-def attended(spec: ModelSpec, length: float) -> float:
-    """The number of tokens that a token of a sequence attends to, a mean over layers with
-    attention: half of the tokens, because of the causal mask, or the tokens in its window.
-    """
-    window = min(spec.window, length)
-    inside = window - window**2 / (2 * length) if length else 0.0
-    share = len(spec.windowed_layers) / spec.attention_layers
-    return share * inside + (1 - share) * length / 2
+    flops = sum(mixer.flops(spec, layers, length) for mixer, layers in spec.mixers)
+    return flops / spec.num_layers
 
 
 def active_elements(spec: ModelSpec) -> tuple[float, float]:
@@ -643,7 +615,8 @@ def _active_elements(spec: ModelSpec) -> tuple[float, float]:
             continue
         first, end = tensor.layers or (0, spec.num_layers)
         if tensor.experts:
-            expert += (end - first) * math.prod(tensor.shape) * spec.experts_per_token
+            assert spec.experts
+            expert += (end - first) * math.prod(tensor.shape) * spec.experts.per_token
         else:
             dense += (end - first) * math.prod(tensor.shape)
     return dense, expert

@@ -30,8 +30,12 @@ class RoutingFormat:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> RoutingFormat:
+        assert spec.experts
         return cls(
-            spec.num_layers, spec.first_dense_layers, spec.experts_per_token, spec.num_experts
+            layers=spec.num_layers,
+            dense_layers=spec.experts.first_layer,
+            top_k=spec.experts.per_token,
+            num_experts=spec.experts.count,
         )
 
     @property

@@ -1,13 +1,19 @@
-"""The shape of a model, from its HF config.json."""
+"""The shape of a model, from its HF config.json: sizes and blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import groupby
 from typing import Any
 
-LM = "lm"
-SCALAR = "scalar"
+from megarl.models.attention import Attention
+from megarl.models.block import LM as LM
+from megarl.models.block import SCALAR, LinearAttention, Sizes, TokenMixer
+from megarl.models.experts import Experts
+from megarl.models.norms import Norms
+from megarl.models.parameters import Layers
+
 SILU = "silu"
 GELU_TANH = "gelu_tanh"
 # gate * sigmoid(1.702 gate) * (up + 1), gate and up within `activation_limit` (gpt-oss)
@@ -15,89 +21,23 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """The shape of a model.
+class ModelSpec(Sizes):
+    """The shape of a model, composed of blocks. A block's class says what its settings mean."""
 
-    From `qkv_bias` on, the default of a field means that the family does not have the feature.
-    """
+    attention: Attention = Attention()
+    linear_attention: LinearAttention | None = None  # in its layers, instead of attention
+    experts: Experts | None = None  # in their layers, instead of the dense MLP
+    norms: Norms = Norms()
 
-    # the module with its tensors: "llama" in megarl.models, the full name for a user's own module
-    family: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int  # of dense layers; 0 if every layer has experts
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Mapping[str, Any] | None = None
-    # what the last layer maps hidden states to: LM, the vocabulary; SCALAR, one number (reward
-    # models, critics)
-    head: str = LM
-
-    qkv_bias: bool = False
-    linear_bias: bool = False  # of the output projection, the router and the experts
-    sinks: bool = False  # a logit per head in the softmax of attention, without a value
-    qk_norm: bool = False  # RMSNorm of queries and keys
-    qk_norm_of_all_heads: bool = False  # one norm over all heads together, not one per head
-    norms_before: bool = True  # norms of the inputs of attention and MLP
-    norms_after: bool = False  # norms of their outputs
-    zero_centred_norms: bool = False  # all norms multiply by 1 + their weight
     activation: str = SILU  # of the gate: SILU | GELU_TANH | CLAMPED_SWIGLU
     activation_limit: float = 0.0
     embedding_scale: float = 1.0
-    attention_scale: float | None = None  # factor of queries times keys; None: 1 / sqrt(head_dim)
-    window: int = 0  # tokens that a token attends to in windowed layers, itself included
-    windowed_layers: tuple[int, ...] = ()
-    # of windowed layers, whose rotary embeddings are then never scaled; 0.0: as in other layers
-    windowed_rope_theta: float = 0.0
-    # share of each head's dims that are rotated, from the first on
-    partial_rotary_factor: float = 1.0
-    # outputs are multiplied by a sigmoid; q_proj has its rows after those of each head
-    gated_attention: bool = False
-
-    num_experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate_size: int = 0
-    shared_intermediate_size: int = 0  # of all shared experts together
-    first_dense_layers: int = 0  # layers before the first with experts
-    score_function: str = "softmax"  # of the router: "softmax" | "sigmoid"
-    norm_topk_prob: bool = True  # scale the weights of the chosen experts to sum 1
-    router_bias: bool = False  # a bias added to the scores only to choose experts
-    num_expert_groups: int = 0  # experts are chosen within `topk_groups` of these groups
-    topk_groups: int = 0
-    routed_scaling_factor: float = 1.0
-    shared_expert_gate: bool = False  # the shared expert's output is multiplied by a sigmoid
-
-    # gated delta nets (Yang et al. 2024, arXiv 2412.06464) instead of attention
-    linear_layers: tuple[int, ...] = ()  # the layers with a gated delta net
-    linear_key_heads: int = 0
-    linear_value_heads: int = 0  # a multiple of linear_key_heads
-    linear_key_dim: int = 0  # dim of a key of one head
-    linear_value_dim: int = 0
-    linear_conv_width: int = 0  # tokens that the convolution before it covers, including the newest
-    linear_by_kind: bool = False  # checkpoints have projections kind by kind; otherwise by key head
-
     # checkpoints have a vision tower; only the language model is trained and served
     vision_tower: bool = False
-
-    # multi-head latent attention (DeepSeek-V2, section 2.1); head_dim is then qk_nope_head_dim +
-    # qk_rope_head_dim
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
 
     mtp_layers: int = 0  # loaded layers for multi-token prediction (models/multi_token.py)
     mtp_drafts: bool = False  # whether engines also have these layers, and draft with them
 
-    # Whether files stack the experts of a layer in one tensor. No shape depends on it.
-    stacked_experts: bool = field(default=False, compare=False)
     # The token whose embedding gets no gradient from lookups (nn.Embedding's padding_idx). No shape
     # depends on it.
     padding_token: int | None = field(default=None, compare=False)
@@ -108,9 +48,33 @@ class ModelSpec:
 
     def cut(self, layers: int) -> ModelSpec:
         """The same decoder with only its first `layers` layers."""
-        linear = tuple([layer for layer in self.linear_layers if layer < layers])
-        windowed = tuple([layer for layer in self.windowed_layers if layer < layers])
-        return replace(self, num_layers=layers, linear_layers=linear, windowed_layers=windowed)
+        linear = self.linear_attention
+        return replace(
+            self,
+            num_layers=layers,
+            attention=self.attention.cut(layers),
+            linear_attention=linear.cut(layers) if linear else None,
+        )
+
+    def last_layer(self) -> ModelSpec:
+        """The same decoder with a single layer, which has attention, and experts if any has."""
+        experts = replace(self.experts, first_layer=0) if self.experts else None
+        return replace(self.cut(0), num_layers=1, experts=experts, mtp_layers=0, mtp_drafts=False)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers without attention."""
+        return self.linear_attention.layers if self.linear_attention else ()
+
+    @property
+    def attention_layers(self) -> int:
+        """The number of layers that keep keys and values."""
+        return self.num_layers - len(self.linear_layers)
+
+    @property
+    def dense_layers(self) -> int:
+        """The number of first layers that have a dense MLP."""
+        return self.experts.first_layer if self.experts else self.num_layers
 
     @property
     def period(self) -> int:
@@ -122,12 +86,37 @@ class ModelSpec:
         )
 
     @property
-    def attention_layers(self) -> int:
-        """The number of layers that keep keys and values."""
-        return self.num_layers - len(self.linear_layers)
+    def mixers(self) -> list[tuple[TokenMixer, int]]:
+        """The attention and linear attention that the model has, each with its number of layers."""
+        blocks = (
+            (self.attention, self.attention_layers),
+            (self.linear_attention, len(self.linear_layers)),
+        )
+        return [(block, layers) for block, layers in blocks if block and layers]
 
-    @property
-    def rope_type(self) -> str:
-        """Hugging Face's name for the scaling of rotary embeddings."""
-        scaling = self.rope_scaling or {}
-        return scaling.get("rope_type") or scaling.get("type") or "default"
+    def runs(self) -> Iterator[tuple[TokenMixer, Layers]]:
+        """The runs of layers with the same mixer."""
+        linear = self.linear_attention
+        for is_linear, run in groupby(
+            range(self.num_layers), key=lambda layer: layer in self.linear_layers
+        ):
+            layers = [*run]
+            block = linear if is_linear and linear else self.attention
+            yield block, (layers[0], layers[-1] + 1)
+
+
+def differing(spec: Any, other: Any, *, compared: bool, prefix: str = "") -> Iterator[str]:
+    """The fields that differ between two specs: name, value of `spec`, value of `other`.
+
+    `compared`: leave out fields that == leaves out.
+    """
+    for setting in fields(spec):
+        name = setting.name
+        value = getattr(spec, name)
+        other_value = getattr(other, name)
+        if compared and not setting.compare:
+            continue
+        if is_dataclass(value) and type(value) is type(other_value):
+            yield from differing(value, other_value, compared=compared, prefix=f"{name}.")
+        elif value != other_value:
+            yield f"{prefix}{name} {value!r}, not {other_value!r}"

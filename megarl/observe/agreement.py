@@ -54,7 +54,7 @@ def probe_limit(plan: RunPlan, group: str | None = None) -> float:
     limit = max(
         LIMITS_BY_DTYPE["fp8" if shape.quantization else config.model.dtype] for shape in engines
     )
-    if plan.spec.num_experts and not config.trainer.routing_replay:
+    if plan.spec.experts and not config.trainer.routing_replay:
         limit *= SEPARATE_ROUTING
     return limit
 

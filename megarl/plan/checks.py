@@ -245,17 +245,14 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
 
 
 def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Refuses formats other than blocks for three kinds of models.
+    """Refuses formats other than blocks for models that need blocks.
 
-    SGLang derives tensors of latent attention from kv_b_proj, and does not expect it to be
-    transposed. Its GLM-4.5 (models/glm4_moe.py) reads the block size from the format of fp8 shared
-    experts. Gated delta nets have a small projection that is not quantised; only the format of
-    blocks can express that.
+    SGLang's GLM-4.5 (models/glm4_moe.py) reads the block size from the format of fp8 shared
+    experts.
     """
     quantization = config.generator.quantization
-    if (
-        spec.kv_lora_rank or spec.linear_layers or spec.family == "glm4_moe"
-    ) and quantization not in (None, "fp8_block"):
+    needs_blocks = any(mixer.ONLY_FP8_BLOCKS for mixer, _ in spec.mixers)
+    if (needs_blocks or spec.family == "glm4_moe") and quantization not in (None, "fp8_block"):
         yield (
             f"generator.quantization={quantization}: must be null or fp8_block for a "
             f"{spec.family} model"
@@ -271,7 +268,7 @@ def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         "trainer.etp": config.trainer.etp,
         "generator.ep": config.generator.ep,
     }
-    if not spec.num_experts:
+    if not spec.experts:
         yield from (
             f"{key}={value}: must be 1: a {spec.family} model has no experts"
             for key, value in sizes.items()
@@ -283,7 +280,7 @@ def check_expert_biases(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Refuses etp for experts with biases, as Megatron does (transformer_config.py:2280): each rank
     with a part would add the bias.
     """
-    if spec.num_experts and spec.linear_bias and config.trainer.etp > 1:
+    if spec.experts and spec.experts.BIASES and config.trainer.etp > 1:
         yield (
             f"trainer.etp={config.trainer.etp}: must be 1: the experts of a {spec.family} model "
             "have biases"
@@ -295,9 +292,11 @@ def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
     The layouts here do not support that for several of them.
     """
-    rows = spec.expert_intermediate_size
+    if not spec.experts:
+        return
+    rows = spec.experts.intermediate_size
     tp = config.generator.tp
-    shared = spec.shared_intermediate_size // rows if rows else 0
+    shared = spec.experts.shared_size // rows
     if config.cluster.gpu == "cpu" and shared > 1 and rows % (SGLANG_CPU_PADDING * tp):
         fit = [n for n in range(1, tp) if tp % n == 0 and rows % (SGLANG_CPU_PADDING * n) == 0]
         advice = f"generator.tp={fit[-1]} would do" if fit else "they cannot serve it"
@@ -309,7 +308,7 @@ def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_routing_replay(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    if config.trainer.routing_replay and not spec.num_experts:
+    if config.trainer.routing_replay and not spec.experts:
         yield f"trainer.routing_replay=true: must be false: a {spec.family} model has no experts"
 
 
@@ -317,7 +316,7 @@ def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Requires sequence parallelism, as Megatron does: otherwise every tensor rank would send the
     same tokens to the experts.
     """
-    if spec.num_experts and config.trainer.tp > 1 and not config.trainer.sequence_parallel:
+    if spec.experts and config.trainer.tp > 1 and not config.trainer.sequence_parallel:
         yield (
             "trainer.sequence_parallel=false: must be true for a model with experts at "
             f"trainer.tp={config.trainer.tp}"
@@ -338,17 +337,8 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         lambda: generator_parameters(spec, generator, "cuda", quantisation),
         lambda: stage_of_layer(spec.num_layers, trainer),
     )
-    if spec.linear_key_heads % (trainer.tp * trainer.cp):
-        yield (
-            f"trainer.tp={trainer.tp} * trainer.cp={trainer.cp}: must divide the model's "
-            f"{spec.linear_key_heads} key heads of gated delta nets, which context parallelism "
-            "shares out too"
-        )
-    if generator.tp > spec.num_kv_heads and spec.qk_norm_of_all_heads:
-        yield (
-            f"generator.tp={generator.tp}: must be at most the model's {spec.num_kv_heads} "
-            "key-value heads: SGLang shards the norm of all keys, but repeats the heads"
-        )
+    for mixer, _ in spec.mixers:
+        yield from mixer.problems(spec, trainer, generator)
     if generator.dp_attention > config.generator.max_concurrency:
         yield (
             f"generator.max_concurrency={config.generator.max_concurrency}: must be at least "
@@ -357,9 +347,8 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Refuses unsupported types of rotary scaling. Latent attention has its own."""
-    of_family = {"gpt_oss": ("yarn",)}.get(spec.family, ("default", "linear", "llama3"))
-    allowed = ("default", "yarn") if spec.kv_lora_rank else of_family
+    """Refuses unsupported types of rotary scaling."""
+    allowed = {"gpt_oss": ("yarn",)}.get(spec.family, spec.attention.ROPE_TYPES)
     if spec.rope_type not in allowed:
         yield (
             f"model.path={config.model.path}: its rope_scaling of type {spec.rope_type} must be "
@@ -371,7 +360,7 @@ def check_sinks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Refuses backends that do not support sinks as needed: in Transformer Engine
     (attention/dot_product_attention/utils.py:746) and SGLang.
     """
-    if not spec.sinks or config.cluster.gpu == "cpu":
+    if not spec.attention.sinks or config.cluster.gpu == "cpu":
         return
     if config.trainer.cp > 1 and config.trainer.megatron.get("cp_comm_type") != "a2a":
         yield (
@@ -389,29 +378,8 @@ def check_sinks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    yield from (f"model.path={config.model.path}: {problem}" for problem in _router_problems(spec))
-
-
-def _router_problems(spec: ModelSpec) -> Iterable[str]:
-    """Problems with routers that Megatron cannot train, or that it computes differently from
-    Hugging Face and SGLang.
-    """
-    if spec.experts_per_token > spec.num_experts:
-        yield (
-            f"num_experts_per_tok = {spec.experts_per_token} must be at most the number of "
-            f"experts, {spec.num_experts}"
-        )
-    if spec.topk_groups < spec.num_expert_groups and spec.experts_per_token != 2 * spec.topk_groups:
-        # Megatron scores a group by num_experts_per_tok // topk_group of its experts, Hugging Face
-        # and SGLang by two.
-        yield (
-            f"num_experts_per_tok = {spec.experts_per_token} must be twice topk_group = "
-            f"{spec.topk_groups}"
-        )
-    if spec.score_function == "sigmoid" and not spec.norm_topk_prob:
-        yield "norm_topk_prob must be true for a router of sigmoid scores"
-    if spec.num_experts and spec.experts_per_token == 1 and spec.norm_topk_prob:
-        yield "norm_topk_prob=true with one expert per token: the router would never learn"
+    for problem in spec.experts.problems() if spec.experts else ():
+        yield f"model.path={config.model.path}: {problem}"
 
 
 def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:

@@ -452,7 +452,7 @@ def trainer_layout_of(
     # [pp, tp, replicas]
     dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)
     expert = dense
-    if spec.num_experts:
+    if spec.experts:
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
     stages = np.array(stage_of_layer(spec.num_layers, t) + (t.pp - 1,) * spec.mtp_layers)
     meshes = {DENSE: dense, EXPERT: expert}
@@ -850,7 +850,7 @@ def trainer_parameters(
     """
     t = topology
     problems = []
-    if spec.num_experts:
+    if spec.experts:
         ranks = t.tp * t.cp * t.dp
         if ranks % (t.ep * t.etp):
             product = f"trainer.ep={t.ep} * trainer.etp={t.etp}"
@@ -858,7 +858,7 @@ def trainer_parameters(
                 f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the "
                 "ranks of a stage"
             )
-        problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.num_experts})
+        problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.experts.count})
     parameters = megatron_parameters(spec, t, layer_spec)
     problems += _uneven(
         parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)}
@@ -887,9 +887,9 @@ def generator_parameters(
         )
     elif t.tp % t.dp_attention:
         problems.append(f"{replicas}: must divide {tp}")
-    if spec.num_experts:
+    if spec.experts:
         problems += [f"{ep}: must divide {tp}"] if t.tp % t.ep else []
-        problems += _indivisible((ep, t.ep), {"experts": spec.num_experts})
+        problems += _indivisible((ep, t.ep), {"experts": spec.experts.count})
     if problems:
         raise ConfigError(problems)
     parameters = sglang_parameters(spec, t, device)
@@ -1062,7 +1062,7 @@ def _cut_blocks(
         problems.append(f"generator.quantization=fp8_block: must be null for this model: {must}")
     if cut:
         sizes = f"generator.tp={t.tp}"
-        if spec.num_experts:
+        if spec.experts:
             sizes += f", generator.ep={t.ep}"
         if t.dp_attention > 1:
             sizes += f", generator.dp_attention={t.dp_attention}"

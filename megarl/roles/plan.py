@@ -428,7 +428,7 @@ def _misfits(config: RunConfig, name: str, settings: RoleConfig, spec: ModelSpec
             f"{spec.num_attention_heads} attention heads and {spec.num_kv_heads} key-value heads"
         )
         yield f"{key}.tp={settings.tp}: must divide the model's {heads}"
-    if settings.ep > 1 and not spec.num_experts:
+    if settings.ep > 1 and not spec.experts:
         yield f"{key}.ep={settings.ep}: must be 1: a {spec.family} model has no experts"
     elif settings.tp % settings.ep:
         yield f"{key}.ep={settings.ep}: must divide {key}.tp={settings.tp}"

@@ -65,10 +65,10 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
             f"{key}: must be none with top_p, top_k or min_p of rollout or eval: SGLang does "
             "not say which tokens it has kept"
         )
-    if config.cluster.gpu == "cpu" and spec.linear_layers:
+    if config.cluster.gpu == "cpu" and spec.linear_attention and spec.linear_layers:
         yield (
-            f"{key}: must be none for a {spec.family} model on CPUs, whose gated delta nets "
-            "cannot take back rejected drafts there"
+            f"{key}: must be none for a {spec.family} model on CPUs, whose "
+            f"{spec.linear_attention.NAME} cannot take back rejected drafts there"
         )
     if config.lora.rank:
         yield (

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.models import load_spec, multi_token
-from megarl.models.registry import UNUSED, family, fused_tensors, is_own
-from megarl.models.spec import SCALAR, ModelSpec
+from megarl.models.registry import family, fused_tensors, is_own
+from megarl.models.spec import SCALAR, ModelSpec, differing
 from megarl.models.vocabulary import EMBED, HEAD
 from megarl.reshard.layout import LocalTensor, hf_layout
 
@@ -72,8 +72,12 @@ def filed(spec: ModelSpec, files: Collection[str]) -> tuple[LocalTensor, ...]:
     Qwen3.5 is published with the experts of a layer stacked or separate, and config.json does not
     say which.
     """
-    restacked = replace(spec, stacked_experts=not spec.stacked_experts)
-    specs = [spec] if fused_tensors(restacked) == fused_tensors(spec) else [spec, restacked]
+    specs = [spec]
+    if spec.experts:
+        experts = replace(spec.experts, stacked=not spec.experts.stacked)
+        restacked = replace(spec, experts=experts)
+        if fused_tensors(restacked) != fused_tensors(spec):
+            specs.append(restacked)
     layouts = [hf_layout(variant, "float32", fused=True).tensors(0) for variant in specs]
     return min(layouts, key=lambda tensors: sum(tensor.name not in files for tensor in tensors))
 
@@ -103,18 +107,9 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
         folder, own_family=spec.family if is_own(spec) else None, mtp=spec.mtp_layers > 0
     )
     file_spec = replace(file_spec, mtp_drafts=spec.mtp_drafts)  # a checkpoint does not say this
-    named = []
-    for field in fields(spec):
-        if field.compare:
-            named.append((field.name, getattr(file_spec, field.name), getattr(spec, field.name)))
-    differing = []
-    for name, value, expected_value in named:
-        if value != expected_value:
-            differing.append(f"{name} {value!r}, not {expected_value!r}")
-    if differing:
-        raise ConfigError(
-            f"{config}: is of another model than the run's: it has {', '.join(differing)}"
-        )
+    differences = ", ".join(differing(file_spec, spec, compared=True))
+    if differences:
+        raise ConfigError(f"{config}: is of another model than the run's: it has {differences}")
     if not isinstance(json.loads(config.read_text(encoding="utf-8")).get("model_type"), str):
         raise ConfigError(f"{config}: model_type is missing")
 
@@ -261,7 +256,7 @@ def _unread(
     saved. `read`: the tensors that are read, without scales.
     """
     idle = _idle_shapes(spec, entries)
-    prefixes = (*getattr(family(spec), UNUSED, ()), *([VISION] if spec.vision_tower else []))
+    prefixes = (*family(spec).UNUSED, *([VISION] if spec.vision_tower else []))
     unread = []
     for name, entry in entries.items():
         shape = tuple(entry["shape"])
@@ -303,14 +298,14 @@ def _idle_shapes(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[int
     have: buffers of rotary embeddings, the output layer of a model that has a scalar head now, and
     the layer for multi-token prediction if it is ignored.
     """
-    rotated_dims = spec.qk_rope_head_dim or int(spec.head_dim * spec.partial_rotary_factor)
+    rotated_dims = spec.attention.rotated_dims(spec)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
         if _ROTARY.fullmatch(name):
             shapes[name] = (rotated_dims // 2,)
     if spec.head == SCALAR:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
-    prediction: multi_token.Prediction | None = getattr(family(spec), multi_token.PREDICTION, None)
+    prediction = family(spec).PREDICTION
     if prediction is None:
         return shapes
     extended = replace(spec, mtp_layers=1)

@@ -390,7 +390,7 @@ def init_random(
             local = parameter[piece.local.slices()]
             name = piece.logical_name
             if local.dim() == 1:
-                centred = spec.zero_centred_norms and "norm" in name and "linear_attn" not in name
+                centred = spec.norms.zero_centred and "norm" in name and "linear_attn" not in name
                 local.fill_(0.0 if centred or name.endswith(("bias", "sinks", "A_log")) else 1.0)
             else:
                 local.copy_(

@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -53,6 +53,8 @@ from megarl.base.rollout_types import RemoteSequence, TrainSequence
 from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
 from megarl.config.schema import TRAIN, TrainerConfig
+from megarl.models.attention import Attention
+from megarl.models.latent_attention import YARN_KEYS, MultiHeadLatentAttention
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.registry import flops_per_token
 from megarl.models.routing import RoutingFormat
@@ -104,13 +106,22 @@ ACTIVATIONS = {
     GELU_TANH: partial(F.gelu, approximate="tanh"),
     CLAMPED_SWIGLU: quick_gelu,
 }
-YARN_KEYS = {  # MLATransformerConfig's → those of config.json
-    "rotary_scaling_factor": "factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
+
+
+@dataclass(frozen=True)
+class AttentionModules:
+    """Megatron's classes for a block of attention, and what its own local spec lacks."""
+
+    config: type[TransformerConfig]
+    core: type[CausalAttention]
+    key_norm: str  # name of the norm of keys
+
+
+MODULES_OF_ATTENTION = {
+    Attention: AttentionModules(TransformerConfig, CausalAttention, "k_layernorm"),
+    MultiHeadLatentAttention: AttentionModules(
+        MLATransformerConfig, LatentAttention, "kv_layernorm"
+    ),
 }
 _OF_MTP = "mtp_layer.mtp_model_layer."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -148,7 +159,7 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
     if (
         torch.cuda.is_available()
         and layer_spec() != "te"
-        and (spec.num_experts or spec.kv_lora_rank)
+        and (spec.experts or type(spec.attention) is not Attention)
     ):
         raise ConfigError(
             f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not "
@@ -200,7 +211,7 @@ def transformer_config(
     if "attention_backend" in settings:
         settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
     with passed_on("trainer.megatron", trainer.megatron):
-        config = (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(**settings)
+        config = MODULES_OF_ATTENTION[type(spec.attention)].config(**settings)
     for name, value in _yarn_settings(spec).items():
         setattr(config, name, value)
     return config
@@ -211,29 +222,20 @@ def _chosen(
 ) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     fused = layer_spec() == "te"
-    recompute_all: dict[str, Any] = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-    return dict(
+    settings: dict[str, Any] = dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.intermediate_size or spec.expert_intermediate_size,
+        ffn_hidden_size=spec.intermediate_size,
         num_attention_heads=spec.num_attention_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=spec.rms_norm_eps,
         gated_linear_unit=True,
-        layernorm_zero_centered_gamma=spec.zero_centred_norms,
+        layernorm_zero_centered_gamma=spec.norms.zero_centred,
         activation_func=ACTIVATIONS[spec.activation],
         glu_linear_offset=1.0 if spec.activation == CLAMPED_SWIGLU else 0.0,
         activation_func_clamp_value=spec.activation_limit or None,
-        softmax_type="learnable" if spec.sinks else "vanilla",
-        add_bias_linear=spec.linear_bias,
-        add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm or spec.kv_lora_rank > 0,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -249,27 +251,26 @@ def _chosen(
         masked_softmax_fusion=False,
         persist_layer_norm=fused,
         bias_activation_fusion=cuda and spec.activation == SILU,
-        bias_dropout_fusion=cuda and not spec.linear_bias,  # transformer/moe/experts.py:206
+        # transformer/moe/experts.py:206
+        bias_dropout_fusion=cuda and not (spec.experts and spec.experts.BIASES),
         # rope_utils.py:320 ignores mscale
-        apply_rope_fusion=fused and not spec.kv_lora_rank and spec.rope_type != "yarn",
+        apply_rope_fusion=fused and spec.rope_type != "yarn",
         attention_softmax_in_fp32=True,
-        softmax_scale=spec.attention_scale,
-        # number of tokens before and after
-        window_size=(spec.window - 1, 0) if spec.windowed_layers else None,
-        window_attn_skip_freq=[
-            int(layer in spec.windowed_layers) for layer in range(spec.num_layers)
-        ]
-        if spec.windowed_layers
-        else None,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
-        **(recompute_all if trainer.recompute else {}),
-        attention_output_gate=spec.gated_attention,
         **_parallel_settings(topology, trainer),
-        **(_linear_settings(spec) if spec.linear_layers else {}),
-        **(_expert_settings(spec, topology) if spec.num_experts else {}),
-        **(_latent_settings(spec) if spec.kv_lora_rank else {}),
     )
+    if trainer.recompute:
+        settings["recompute_granularity"] = "full"
+        settings["recompute_method"] = "uniform"
+        settings["recompute_num_layers"] = 1
+    for mixer, _ in spec.mixers:
+        settings |= mixer.megatron_settings(spec)
+    if spec.experts:
+        settings |= spec.experts.megatron_settings(spec, layer_spec())
+        settings["expert_model_parallel_size"] = topology.ep
+        settings["expert_tensor_parallel_size"] = topology.etp
+    return settings
 
 
 def _parallel_settings(topology: TrainerTopology, trainer: TrainerConfig) -> dict[str, Any]:
@@ -299,79 +300,11 @@ def _parallel_settings(topology: TrainerTopology, trainer: TrainerConfig) -> dic
     )
 
 
-def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, Any]:
-    """The settings of experts.
-
-    No loss is added to the algorithm's: no load balancing, no z-loss. No token is dropped.
-    """
-    limited = spec.topk_groups < spec.num_expert_groups
-    return {
-        "num_moe_experts": spec.num_experts,
-        "moe_ffn_hidden_size": spec.expert_intermediate_size,
-        "moe_router_topk": spec.experts_per_token,
-        "moe_router_score_function": spec.score_function,
-        # softmax over all experts, or else over the chosen ones
-        "moe_router_pre_softmax": not spec.norm_topk_prob,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": layer_spec() == "te",
-        # see models/paired_experts.py
-        "moe_mlp_glu_interleave_size": 1 if spec.linear_bias and layer_spec() == "te" else None,
-        "expert_model_parallel_size": topology.ep,
-        "expert_tensor_parallel_size": topology.etp,
-        # (A list, even of ones, would change how checkpoints name layers.)
-        "moe_layer_freq": [
-            int(layer >= spec.first_dense_layers) for layer in range(spec.num_layers)
-        ]
-        if spec.first_dense_layers
-        else 1,
-        "moe_shared_expert_intermediate_size": spec.shared_intermediate_size or None,
-        "moe_shared_expert_gate": spec.shared_expert_gate,
-        "moe_router_num_groups": spec.num_expert_groups if limited else None,
-        "moe_router_group_topk": spec.topk_groups if limited else None,
-        "moe_router_topk_scaling_factor": spec.routed_scaling_factor,
-        # The bias balanced the experts during pretraining; here it does not change.
-        "moe_router_enable_expert_bias": spec.router_bias,
-        "moe_router_bias_update_rate": 0.0,
-    }
-
-
-def _linear_settings(spec: ModelSpec) -> dict[str, Any]:
-    """The settings of gated delta nets."""
-    return dict(
-        experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=[
-            int(layer in spec.linear_layers) for layer in range(spec.num_layers)
-        ],
-        linear_conv_kernel_dim=spec.linear_conv_width,
-        linear_key_head_dim=spec.linear_key_dim,
-        linear_value_head_dim=spec.linear_value_dim,
-        linear_num_key_heads=spec.linear_key_heads,
-        linear_num_value_heads=spec.linear_value_heads,
-    )
-
-
-def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
-    """The settings of latent attention and its rotary embedding: DeepSeek's YaRN or a plain one."""
-    yarn = spec.rope_scaling
-    return dict(
-        q_lora_rank=spec.q_lora_rank,
-        kv_lora_rank=spec.kv_lora_rank,
-        qk_head_dim=spec.qk_nope_head_dim,
-        qk_pos_emb_head_dim=spec.qk_rope_head_dim,
-        v_head_dim=spec.v_head_dim,
-        rotary_base=spec.rope_theta,
-        rope_type="yarn" if yarn else "rope",
-        **({setting: yarn[yarn_key] for setting, yarn_key in YARN_KEYS.items()} if yarn else {}),
-    )
-
-
 def _yarn_settings(spec: ModelSpec) -> dict[str, Any]:
     """Fields that GPTModel's own YaRN reads from the configuration, although its class does not
     declare them.
     """
-    if spec.rope_type != "yarn" or spec.kv_lora_rank:
+    if spec.rope_type != "yarn" or spec.attention.OWN_ROPE:
         return {}
     scaling = {}
     for name, key in YARN_KEYS.items():
@@ -407,7 +340,7 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tie_word_embeddings,
         position_embedding_type="yarn"
-        if spec.rope_type == "yarn" and not spec.kv_lora_rank
+        if spec.rope_type == "yarn" and not spec.attention.OWN_ROPE
         else "rope",
         rotary_base=spec.rope_theta,  # type: ignore[arg-type]
         rotary_percent=spec.partial_rotary_factor,
@@ -416,7 +349,7 @@ def _build_chunk(
         else None,
         vp_stage=stage,
     )
-    if spec.sinks and layer_spec() == "te":
+    if spec.attention.sinks and layer_spec() == "te":
         _prepare_sinks(model, config)
     if model.pre_process and spec.padding_token is not None:
         model.embedding.word_embeddings.register_forward_hook(
@@ -426,7 +359,7 @@ def _build_chunk(
         # rounded as by Hugging Face
         scale = torch.tensor(spec.embedding_scale, dtype=config.params_dtype).item()
         model.embedding.register_forward_hook(partial(_scaled, scale))
-    if spec.windowed_rope_theta:
+    if spec.attention.windowed_rope_theta:
         _give_windows_their_rope(spec, model)
     if spec.rope_type == "llama3":
         # GPTModel's own rope_scaling flag has Llama 3.1's values for all but the factor.
@@ -493,7 +426,7 @@ def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
     rope = RotaryEmbedding(
         spec.head_dim,
         1.0,
-        rotary_base=spec.windowed_rope_theta,  # type: ignore[arg-type]
+        rotary_base=spec.attention.windowed_rope_theta,  # type: ignore[arg-type]
         use_cpu_initialization=on_cpu,
     )
 
@@ -506,7 +439,7 @@ def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
 
     layers: Any = model.decoder.layers
     for layer in layers:
-        if layer.layer_number - 1 in spec.windowed_layers:
+        if layer.layer_number - 1 in spec.attention.windowed_layers:
             layer.self_attention.register_forward_pre_hook(give, with_kwargs=True)
 
 
@@ -569,6 +502,7 @@ def _global_expert(name: str, layer: Any) -> str:
 def _layer_spec(
     spec: ModelSpec, config: TransformerConfig, stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
+    experts = spec.experts.count if spec.experts else None
     if layer_spec() == "te":
         if spec.linear_layers:
             block = get_transformer_block_with_experimental_attention_variant_spec(
@@ -577,32 +511,28 @@ def _layer_spec(
             for layer in block.layer_specs or ():
                 _adapt_gated_delta_net(layer)
             return block
-        if spec.first_dense_layers:
+        if spec.experts and spec.experts.first_layer:
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         arguments = {
-            "num_experts": spec.num_experts or None,
+            "num_experts": experts,
             "moe_grouped_gemm": config.moe_grouped_gemm,
             "qk_layernorm": config.qk_layernorm,
         }
         layer = get_gpt_layer_with_transformer_engine_spec(
-            **arguments, multi_latent_attention=spec.kv_lora_rank > 0
+            **arguments, multi_latent_attention=config.multi_latent_attention
         )
         _place_norms(spec, config, layer.submodules)
         return layer
     first = get_transformer_layer_offset(config, vp_stage=stage)
     count = get_num_layers_to_build(config, vp_stage=stage)
     dense = _local_layer_spec(spec, config, None)
-    sparse = _local_layer_spec(spec, config, spec.num_experts or None)
-    layers = [
-        dense if layer < spec.first_dense_layers else sparse
-        for layer in range(first, first + count)
-    ]
-    if spec.linear_layers:
-        linear = _with_gated_delta_net(sparse)
-        layers = [
-            linear if layer in spec.linear_layers else sparse
-            for layer in range(first, first + count)
-        ]
+    sparse = _local_layer_spec(spec, config, experts)
+    layers = []
+    for layer in range(first, first + count):
+        of_layer = dense if layer < spec.dense_layers else sparse
+        if layer in spec.linear_layers:
+            of_layer = _with_gated_delta_net(of_layer)
+        layers.append(of_layer)
     norm: Any = RMSNorm  # a class, as in Megatron's own specs; the annotation has a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
@@ -613,23 +543,22 @@ def _local_layer_spec(
     """The spec of a layer of Megatron's own modules, with the norms and the attention of
     `layers`.
     """
-    latent = spec.kv_lora_rank > 0
+    modules = MODULES_OF_ATTENTION[type(spec.attention)]
     layer = get_gpt_layer_local_spec(
         experts,
         config.moe_grouped_gemm,
         config.qk_layernorm,
-        multi_latent_attention=latent,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
     submodules: Any = layer.submodules  # its annotation is any object
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     attention = submodules.self_attention.submodules
-    attention.core_attention = LatentAttention if latent else CausalAttention
-    for norm in (
-        ("q_layernorm", "kv_layernorm" if latent else "k_layernorm") if config.qk_layernorm else ()
-    ):
-        setattr(attention, norm, RMSNorm)
-    if experts and spec.linear_bias:
+    attention.core_attention = modules.core
+    if config.qk_layernorm:
+        for norm in ("q_layernorm", modules.key_norm):
+            setattr(attention, norm, RMSNorm)
+    if experts and spec.experts and spec.experts.BIASES:
         of_experts = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
         of_experts.linear_fc1 = PairedRows
         of_experts.linear_fc2 = OwnOutput
@@ -662,15 +591,15 @@ def _adapt_gated_delta_net(layer: Any) -> None:
 def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None:
     """Gives the submodules of `layer` the norms that are not in Megatron's own specs."""
     attention = layer.self_attention.submodules
-    if spec.qk_norm_of_all_heads:
+    if spec.attention.qk_norm_of_all_heads:
         attention.q_layernorm = partial(NormOfAllHeads, heads=spec.num_attention_heads)
         attention.k_layernorm = partial(NormOfAllHeads, heads=spec.num_kv_heads)
-    if not spec.norms_before:
+    if not spec.norms.before:
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-    if spec.norms_after:
+    if spec.norms.after:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedResidual, params={"config": config})
     # its linear layers would normalise their input
-    if not spec.norms_before and layer_spec() == "te":
+    if not spec.norms.before and layer_spec() == "te":
         provider: Any = gpt_layer_specs.TESpecProvider  # None without Transformer Engine
         attention.linear_qkv = layer.mlp.keywords["submodules"].linear_fc1 = (
             provider().column_parallel_linear()

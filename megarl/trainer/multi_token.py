@@ -103,7 +103,7 @@ class MultiToken:
 
     def _rotary(self, length: Any) -> torch.Tensor | None:
         """Like GPTModel's. Latent attention makes its own."""
-        if self.spec.kv_lora_rank:
+        if self.spec.attention.OWN_ROPE:
             return None
         rotary: Any = self.chunk.rotary_pos_emb
         embedding = rotary(length, packed_seq=True)

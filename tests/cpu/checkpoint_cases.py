@@ -106,7 +106,7 @@ def _random_chain(folder: Path, name: str, random: Random, family: str, count: i
     spec = load_spec(config)
     layouts: list[dict[str, int]] = []
     while len(layouts) < count:
-        layout = _layout(random, spec.num_layers, spec.num_experts)
+        layout = _layout(random, spec.num_layers, bool(spec.experts))
         topology = TrainerTopology(**layout)
         if (
             topology.world_size <= MOST_RANKS
@@ -117,7 +117,7 @@ def _random_chain(folder: Path, name: str, random: Random, family: str, count: i
     return _chain(folder, name, config, dtype, layouts)
 
 
-def _layout(random: Random, layers: int, experts: int) -> dict[str, int]:
+def _layout(random: Random, layers: int, experts: bool) -> dict[str, int]:
     axes = {
         "tp": [1, 1, 2, 4],
         "pp": [1, 2, 3, 4],
@@ -134,11 +134,10 @@ def _layout(random: Random, layers: int, experts: int) -> dict[str, int]:
 
 
 def _supported(spec: Any, topology: TrainerTopology, dtype: str) -> bool:
-    if (topology.vpp > 1 and topology.pp == 1) or (
-        spec.num_kv_heads % topology.tp and not spec.kv_lora_rank
-    ):
+    latent = spec.family == "deepseek_v3"
+    if (topology.vpp > 1 and topology.pp == 1) or (spec.num_kv_heads % topology.tp and not latent):
         return False
-    if spec.linear_key_heads % (topology.tp * topology.cp):
+    if spec.linear_attention and spec.linear_attention.key_heads % (topology.tp * topology.cp):
         return False
     try:
         trainer_layout(spec, topology, dtype)

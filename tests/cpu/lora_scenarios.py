@@ -218,7 +218,7 @@ def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     assert lora is not None
     torch.manual_seed(0)
     hidden = spec.hidden_size
-    rows = spec.expert_intermediate_size
+    rows = spec.experts.intermediate_size
     heads = spec.num_attention_heads * spec.head_dim
     layers = []
     for number in range(spec.num_layers):
@@ -231,9 +231,9 @@ def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         )
         layer.self_attention.linear_proj = Plain(hidden, heads)
         layer.mlp.experts = torch.nn.Module()
-        layer.mlp.local_expert_indices = [*range(spec.num_experts)]
-        layer.mlp.experts.linear_fc1 = Grouped(spec.num_experts, 2 * rows, hidden)
-        layer.mlp.experts.linear_fc2 = Grouped(spec.num_experts, hidden, rows)
+        layer.mlp.local_expert_indices = [*range(spec.experts.count)]
+        layer.mlp.experts.linear_fc1 = Grouped(spec.experts.count, 2 * rows, hidden)
+        layer.mlp.experts.linear_fc2 = Grouped(spec.experts.count, hidden, rows)
         layers.append(layer)
     chunk: Any = torch.nn.Module()
     chunk.decoder = torch.nn.Module()

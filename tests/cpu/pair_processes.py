@@ -17,6 +17,7 @@ from remote_object import RemoteObject
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.messaging.host import Host
 from megarl.models import ModelSpec
+from megarl.models.experts import Experts
 from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.layout import Layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -48,7 +49,7 @@ WIDE = {
     "num_kv_heads": 4,
     "head_dim": 128,
 }
-MOE = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 256}
+MOE = {"experts": Experts(count=4, per_token=2, intermediate_size=256)}
 CASES = {
     "plain": Case(SPEC, "float32", "bfloat16"),
     "float32": Case(SPEC, "float32", "float32"),

@@ -118,10 +118,9 @@ class Served:
         _, tp, ep, _ = ENGINES[self.name]
         spec = load_spec(self.checkpoint)
         sizes = GeneratorTopology(tp=tp, ep=ep)
+        experts = spec.experts.count if spec.experts else 0
         for rank, tensors in enumerate(self.generator.memory()):
-            of_layers = [
-                expected_on(rank, full, sizes, layer, spec.num_experts) for layer in range(LAYERS)
-            ]
+            of_layers = [expected_on(rank, full, sizes, layer, experts) for layer in range(LAYERS)]
             expected = {name: values for of_layer in of_layers for name, values in of_layer.items()}
             assert {name for name in tensors if is_adapter(name)} == expected.keys()
             assert all(
@@ -215,7 +214,7 @@ def _channel(generator: Generator, job: Job, kind: str, hub: Hub) -> Channel:
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "EP2"])
 def test_adapters_alone_reach_the_pool(layout: str, served: Served, begin, tmp_path: Path) -> None:
-    if layout == "EP2" and not load_spec(served.checkpoint).num_experts:
+    if layout == "EP2" and not load_spec(served.checkpoint).experts:
         pytest.skip("a dense model has no experts")
     with begin(layout, EACH, TRANSPORTS, exports=EXPORTS) as ways:
         check_ways(ways, served, tmp_path)

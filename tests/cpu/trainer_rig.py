@@ -151,7 +151,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     dense = (coordinate.dp * t.cp + coordinate.cp, t.dp * t.cp)
     expert = (
         (dist.get_rank() // (t.etp * t.ep) % t.expert_dp, t.expert_dp)
-        if trainer.spec.num_experts
+        if trainer.spec.experts
         else dense
     )
     buffers = [(b, dense) for chunk in trainer.ddp for b in chunk.buffers]

@@ -23,6 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import pretended_cuda
 
+from megarl.models.attention import Attention
+from megarl.models.experts import Experts
+from megarl.models.latent_attention import MultiHeadLatentAttention
+
 TINY: dict[str, Any] = dict(
     num_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_kv_heads=2,
     head_dim=16, vocab_size=200,
@@ -30,21 +34,26 @@ TINY: dict[str, Any] = dict(
 )  # fmt: skip
 EXPERTS: dict[str, Any] = TINY | dict(
     family="qwen3_moe",
-    qk_norm=True,
-    num_experts=4,
-    experts_per_token=2,
-    expert_intermediate_size=32,
+    attention=Attention(qk_norm=True),
+    experts=Experts(count=4, per_token=2, intermediate_size=32),
     intermediate_size=0,
 )
-DENSE: dict[str, Any] = TINY | dict(family="qwen3", qk_norm=True)
-BIASED: dict[str, Any] = TINY | dict(family="qwen2", qkv_bias=True)
+DENSE: dict[str, Any] = TINY | dict(family="qwen3", attention=Attention(qk_norm=True))
+BIASED: dict[str, Any] = TINY | dict(family="qwen2", attention=Attention(qkv_bias=True))
 LATENT: dict[str, Any] = TINY | dict(
-    family="deepseek_v3", num_kv_heads=4, num_experts=4, experts_per_token=2,
-    expert_intermediate_size=32, shared_intermediate_size=32,
-    first_dense_layers=1, score_function="sigmoid", router_bias=True, q_lora_rank=16,
-    kv_lora_rank=12, qk_nope_head_dim=8,
-    qk_rope_head_dim=8, v_head_dim=16,
-)  # fmt: skip
+    family="deepseek_v3",
+    num_kv_heads=4,
+    attention=MultiHeadLatentAttention(q_rank=16, kv_rank=12, nope_dim=8, rope_dim=8, v_dim=16),
+    experts=Experts(
+        count=4,
+        per_token=2,
+        intermediate_size=32,
+        shared_size=32,
+        first_layer=1,
+        score_function="sigmoid",
+        router_bias=True,
+    ),
+)
 # name → (the model, TrainerTopology's sizes); sequence parallel if tp > 1, unless a case says
 # otherwise
 CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

@@ -112,9 +112,11 @@ def overruns(report: dict[str, Any]) -> list[str]:
 def with_layers(plan: RunPlan, layers: int) -> RunPlan:
     spec = plan.spec
     topology = plan.trainer_topology
-    dense = min(spec.first_dense_layers, layers)
+    experts = spec.experts
+    if experts:
+        experts = dataclasses.replace(experts, first_layer=min(experts.first_layer, layers))
     spec = dataclasses.replace(
-        spec, num_layers=layers * topology.pp * topology.vpp, first_dense_layers=dense
+        spec, num_layers=layers * topology.pp * topology.vpp, experts=experts
     )
     even = {"first_stage_layers": None, "last_stage_layers": None}
     config = dataclasses.replace(

@@ -16,6 +16,12 @@ from reshard_reference import HF, HYBRID
 from megarl.base.geometry import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.kernels.quantise_rules import CHANNEL, TENSOR
 from megarl.models import ModelSpec
+from megarl.models.attention import Attention
+from megarl.models.experts import Experts
+from megarl.models.gated_delta_net import GatedDeltaNet
+from megarl.models.latent_attention import MultiHeadLatentAttention
+from megarl.models.norms import Norms
+from megarl.models.paired_experts import PairedExperts
 from megarl.reshard.execute import AmaxTable, amax_parts, peers
 from megarl.reshard.layout import Layout
 from megarl.reshard.map import Copy, ReshardMap
@@ -95,50 +101,54 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         else name == "gemma3",
         rms_norm_eps=1e-6,
         rope_theta=1e4,
+        norms=Norms(before=name != "olmo2", after=name in ("olmo2", "gemma3")),
+        vision_tower=name == "qwen3_5" and draw(st.booleans()),
+    )
+    attention = Attention(
         qkv_bias=name in ("qwen2", "glm4_moe", "gpt_oss"),
-        linear_bias=name == "gpt_oss",
+        output_bias=name == "gpt_oss",
         sinks=name == "gpt_oss",
         qk_norm=name in ("qwen3", "qwen3_moe", "olmo2", "gemma3", *HYBRID)
         or (name == "glm4_moe" and draw(st.booleans())),
         qk_norm_of_all_heads=name == "olmo2",
-        norms_before=name != "olmo2",
-        norms_after=name in ("olmo2", "gemma3"),
+        gated=name in HYBRID,
     )
+    spec = dataclasses.replace(spec, attention=attention)
     if sparse:
-        spec = dataclasses.replace(
-            spec, num_experts=4 * draw(st.integers(1, 2)), expert_intermediate_size=etp * unit
+        shared = {"deepseek_v3": 2, "glm4_moe": 2, "qwen3_next": 1, "qwen3_5": 1}
+        of_sigmoid = name in ("deepseek_v3", "glm4_moe")
+        experts = (PairedExperts if name == "gpt_oss" else Experts)(
+            count=4 * draw(st.integers(1, 2)),
+            per_token=2,
+            intermediate_size=etp * unit,
+            shared_size=shared.get(name, 0) * unit * tp,
+            shared_gate=name in HYBRID,
+            first_layer=draw(st.integers(0, 1)) if of_sigmoid else 0,
+            router_bias=of_sigmoid,
+            module="block_sparse_moe" if name == "mixtral" else "mlp",
+            router_dtype="float32" if name == "glm4_moe" else None,
+            stacked=name == "qwen3_5" and draw(st.booleans()),
         )
-    if name in ("deepseek_v3", "glm4_moe"):
-        spec = dataclasses.replace(spec, shared_intermediate_size=2 * unit * tp, router_bias=True)
-        spec = dataclasses.replace(spec, first_dense_layers=draw(st.integers(0, 1)))
-    if name in HYBRID and sparse:
-        spec = dataclasses.replace(
-            spec, shared_intermediate_size=unit * tp, shared_expert_gate=True
-        )
+        spec = dataclasses.replace(spec, experts=experts)
     if name in HYBRID:
         interval = draw(st.integers(2, 4))
         heads = tp * generator_tp
-        spec = dataclasses.replace(
-            spec,
-            linear_layers=tuple(
-                layer for layer in range(spec.num_layers) if (layer + 1) % interval
-            ),
-            linear_key_heads=heads,
-            linear_value_heads=heads * draw(st.integers(1, 2)),
+        linear = GatedDeltaNet(
+            layers=tuple(layer for layer in range(spec.num_layers) if (layer + 1) % interval),
+            key_heads=heads,
+            value_heads=heads * draw(st.integers(1, 2)),
             # each kind has whole blocks
-            linear_key_dim=4 if fp8 and name == "qwen3_5" else draw(st.sampled_from([2, 4])),
-            linear_value_dim=4,
-            linear_conv_width=draw(st.integers(2, 4)),
-            gated_attention=True,
-            linear_by_kind=name == "qwen3_5",
-            vision_tower=name == "qwen3_5" and draw(st.booleans()),
-            stacked_experts=name == "qwen3_5" and sparse and draw(st.booleans()),
+            key_dim=4 if fp8 and name == "qwen3_5" else draw(st.sampled_from([2, 4])),
+            value_dim=4,
+            conv_width=draw(st.integers(2, 4)),
+            by_kind=name == "qwen3_5",
         )
+        spec = dataclasses.replace(spec, linear_attention=linear)
     if latent:
-        spec = dataclasses.replace(
-            spec, head_dim=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4
+        attention = MultiHeadLatentAttention(
+            q_rank=4 * tp, kv_rank=8 * tp - 4, nope_dim=4, rope_dim=4, v_dim=4
         )
-        spec = dataclasses.replace(spec, q_lora_rank=4 * tp, kv_lora_rank=8 * tp - 4)
+        spec = dataclasses.replace(spec, head_dim=8, attention=attention)
     if name in ("deepseek_v3", "glm4_moe", "qwen3_next") and draw(st.booleans()):
         drafts = draw(st.booleans())
         spec = dataclasses.replace(

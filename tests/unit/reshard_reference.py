@@ -51,32 +51,34 @@ def shared_module(spec: ModelSpec) -> str:
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shapes of a gated delta net's linear layers."""
-    keys = spec.linear_key_heads * spec.linear_key_dim
-    values = spec.linear_value_heads * spec.linear_value_dim
-    heads = spec.linear_value_heads
+    keys = spec.linear_attention.key_heads * spec.linear_attention.key_dim
+    values = spec.linear_attention.value_heads * spec.linear_attention.value_dim
+    heads = spec.linear_attention.value_heads
     rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
     if spec.family == "qwen3_5":
         rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
     return {
         **{f"in_proj_{kind}.weight": (count, spec.hidden_size) for kind, count in rows.items()},
-        "conv1d.weight": (2 * keys + values, 1, spec.linear_conv_width),
-        "A_log": (spec.linear_value_heads,),
-        "dt_bias": (spec.linear_value_heads,),
-        "norm.weight": (spec.linear_value_dim,),
+        "conv1d.weight": (2 * keys + values, 1, spec.linear_attention.conv_width),
+        "A_log": (spec.linear_attention.value_heads,),
+        "dt_bias": (spec.linear_attention.value_heads,),
+        "norm.weight": (spec.linear_attention.value_dim,),
         "out_proj.weight": (spec.hidden_size, values),
     }
 
 
 def projections(spec: ModelSpec, hf: HF, a: str) -> list[torch.Tensor]:
     """The queries, keys, values, output gates, betas and alphas of all heads."""
-    keys = spec.linear_key_heads * spec.linear_key_dim
-    values = spec.linear_value_heads * spec.linear_value_dim
+    keys = spec.linear_attention.key_heads * spec.linear_attention.key_dim
+    values = spec.linear_attention.value_heads * spec.linear_attention.value_dim
     if spec.family == "qwen3_5":
         qkv, z, beta, alpha = (hf[f"{a}in_proj_{kind}.weight"] for kind in ("qkv", "z", "b", "a"))
         return [*qkv.split([keys, keys, values]), z, beta, alpha]
-    value_heads = spec.linear_value_heads // spec.linear_key_heads  # of one key head
-    key = spec.linear_key_dim
-    value = value_heads * spec.linear_value_dim
+    value_heads = (
+        spec.linear_attention.value_heads // spec.linear_attention.key_heads
+    )  # of one key head
+    key = spec.linear_attention.key_dim
+    value = value_heads * spec.linear_attention.value_dim
     parts = by_kind(spec, hf[a + "in_proj_qkvz.weight"], (key, key, value, value))
     return parts + by_kind(spec, hf[a + "in_proj_ba.weight"], (value_heads, value_heads))
 
@@ -88,26 +90,26 @@ def by_kind(spec: ModelSpec, fused: torch.Tensor, sizes: tuple[int, ...]) -> lis
     """
     return [
         part.flatten(0, 1)
-        for part in fused.unflatten(0, (spec.linear_key_heads, -1)).split(sizes, dim=1)
+        for part in fused.unflatten(0, (spec.linear_attention.key_heads, -1)).split(sizes, dim=1)
     ]
 
 
 def convolved(spec: ModelSpec, hf: HF, a: str) -> tuple[torch.Tensor, ...]:
     """The convolution's channels of queries, keys and values."""
-    keys = spec.linear_key_heads * spec.linear_key_dim
-    values = spec.linear_value_heads * spec.linear_value_dim
+    keys = spec.linear_attention.key_heads * spec.linear_attention.key_dim
+    values = spec.linear_attention.value_heads * spec.linear_attention.value_dim
     return hf[a + "conv1d.weight"].split([keys, keys, values])
 
 
 def is_sparse(spec: ModelSpec, layer: int) -> bool:
-    return spec.num_experts > 0 and layer >= spec.first_dense_layers
+    return layer >= spec.dense_layers
 
 
 def mlp_modules(spec: ModelSpec, layer: int) -> list[str]:
     """The MLPs that compute every token: a dense layer's, or the shared experts."""
     if not is_sparse(spec, layer):
         return ["mlp"]
-    return [shared_module(spec)] if spec.shared_intermediate_size else []
+    return [shared_module(spec)] if spec.experts.shared_size else []
 
 
 # The multi-token prediction layer: the names of the tensors outside its decoder layer, in
@@ -128,9 +130,7 @@ def predicting(spec: ModelSpec) -> tuple[str, str]:
 
 def decoder_layer_alone(spec: ModelSpec, hf: HF) -> tuple[ModelSpec, HF]:
     """A model with only the decoder layer, and its tensors."""
-    one = replace(
-        spec, num_layers=1, first_dense_layers=0, linear_layers=(), mtp_layers=0, mtp_drafts=False
-    )
+    one = spec.last_layer()
     _, layer = predicting(spec)
     ends = {name: values for name, values in hf.items() if ".layers." not in name}
     return one, {
@@ -177,23 +177,23 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
             shapes.update(
                 {f"{p}linear_attn.{name}": shape for name, shape in linear_shapes(spec).items()}
             )
-        elif spec.kv_lora_rank:
-            shapes[a + "q_a_proj.weight"] = (spec.q_lora_rank, hidden)
-            shapes[a + "q_a_layernorm.weight"] = (spec.q_lora_rank,)
+        elif spec.family == "deepseek_v3":
+            shapes[a + "q_a_proj.weight"] = (spec.attention.q_rank, hidden)
+            shapes[a + "q_a_layernorm.weight"] = (spec.attention.q_rank,)
             shapes[a + "q_b_proj.weight"] = (
-                heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim),
-                spec.q_lora_rank,
+                heads * (spec.attention.nope_dim + spec.attention.rope_dim),
+                spec.attention.q_rank,
             )
             shapes[a + "kv_a_proj_with_mqa.weight"] = (
-                spec.kv_lora_rank + spec.qk_rope_head_dim,
+                spec.attention.kv_rank + spec.attention.rope_dim,
                 hidden,
             )
-            shapes[a + "kv_a_layernorm.weight"] = (spec.kv_lora_rank,)
+            shapes[a + "kv_a_layernorm.weight"] = (spec.attention.kv_rank,)
             shapes[a + "kv_b_proj.weight"] = (
-                heads * (spec.qk_nope_head_dim + spec.v_head_dim),
-                spec.kv_lora_rank,
+                heads * (spec.attention.nope_dim + spec.attention.v_dim),
+                spec.attention.kv_rank,
             )
-            shapes[a + "o_proj.weight"] = (hidden, heads * spec.v_head_dim)
+            shapes[a + "o_proj.weight"] = (hidden, heads * spec.attention.v_dim)
         else:
             rows = {
                 "q": heads * spec.head_dim,
@@ -202,16 +202,16 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
             }
             for x, size in rows.items():
                 shapes[f"{a}{x}_proj.weight"] = (
-                    size * (2 if x == "q" and spec.gated_attention else 1),
+                    size * (2 if x == "q" and spec.attention.gated else 1),
                     hidden,
                 )
-                if spec.qkv_bias:
+                if spec.attention.qkv_bias:
                     shapes[f"{a}{x}_proj.bias"] = (size,)
             shapes[a + "o_proj.weight"] = (hidden, rows["q"])
             if spec.family == "gpt_oss":
                 shapes[a + "o_proj.bias"] = (hidden,)
                 shapes[a + "sinks"] = (heads,)
-            if spec.qk_norm:
+            if spec.attention.qk_norm:
                 shapes.update(
                     {
                         f"{a}{x}_norm.weight": (
@@ -223,26 +223,26 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
         if not is_sparse(spec, i):
             mlp(p + "mlp.", spec.intermediate_size)
             continue
-        shapes[router_name(spec, i)] = (spec.num_experts, hidden)
-        if spec.router_bias:
-            shapes[p + "mlp.gate.e_score_correction_bias"] = (spec.num_experts,)
-        if spec.shared_intermediate_size:
-            mlp(f"{p}{shared_module(spec)}.", spec.shared_intermediate_size)
-        if spec.shared_expert_gate:
+        shapes[router_name(spec, i)] = (spec.experts.count, hidden)
+        if spec.experts.router_bias:
+            shapes[p + "mlp.gate.e_score_correction_bias"] = (spec.experts.count,)
+        if spec.experts.shared_size:
+            mlp(f"{p}{shared_module(spec)}.", spec.experts.shared_size)
+        if spec.experts and spec.experts.shared_gate:
             shapes[p + "mlp.shared_expert_gate.weight"] = (1, hidden)
         if spec.family == "gpt_oss":
-            shapes[p + "mlp.router.bias"] = (spec.num_experts,)
-            size = spec.expert_intermediate_size
-            for e in range(spec.num_experts):
+            shapes[p + "mlp.router.bias"] = (spec.experts.count,)
+            size = spec.experts.intermediate_size
+            for e in range(spec.experts.count):
                 x = f"{p}mlp.experts.{e}."
                 shapes[x + "gate_up_proj"] = (2 * size, hidden)
                 shapes[x + "gate_up_proj_bias"] = (2 * size,)
                 shapes[x + "down_proj"] = (hidden, size)
                 shapes[x + "down_proj_bias"] = (hidden,)
             continue
-        for e in range(spec.num_experts):
+        for e in range(spec.experts.count):
             for name, wide in zip(expert_names(spec, i, e), (True, True, False)):
-                shape = (spec.expert_intermediate_size, hidden)
+                shape = (spec.experts.intermediate_size, hidden)
                 shapes[name] = shape if wide else shape[::-1]
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
@@ -257,7 +257,7 @@ def in_files(spec: ModelSpec, hf: HF) -> HF:
     if spec.family == "gpt_oss":
         return stacked_experts(spec, hf)
     if spec.family == "qwen3_5":
-        files = gates_above(spec, hf) if spec.stacked_experts else hf
+        files = gates_above(spec, hf) if spec.experts and spec.experts.stacked else hf
         return {
             name.replace("model.", "model.language_model.") if spec.vision_tower else name: values
             for name, values in files.items()
@@ -285,7 +285,7 @@ def stacked_experts(spec: ModelSpec, hf: HF) -> HF:
         module = f"model.layers.{i}.mlp.experts."
         for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
             files[module + name] = torch.stack(
-                [files.pop(f"{module}{e}.{name}") for e in range(spec.num_experts)]
+                [files.pop(f"{module}{e}.{name}") for e in range(spec.experts.count)]
             )
     return files
 
@@ -296,7 +296,7 @@ def gates_above(spec: ModelSpec, hf: HF) -> HF:
     for i in range(spec.num_layers):
         gates_and_ups = []
         downs = []
-        for e in range(spec.num_experts):
+        for e in range(spec.experts.count):
             gate, up, down = (files.pop(name) for name in expert_names(spec, i, e))
             gates_and_ups.append(torch.cat([gate, up]))
             downs.append(down)
@@ -396,7 +396,7 @@ def megatron(
                 local[s + name] = rows(hf[a + name])
             local[s + "out_norm.weight"] = hf[a + "norm.weight"].clone()
             local[s + "out_proj.weight"] = columns(hf[a + "out_proj.weight"])
-        elif spec.kv_lora_rank:
+        elif spec.family == "deepseek_v3":
             for x, down, norm, up in (
                 ("q", "q_a_proj", "q_a_layernorm", "q_b_proj"),
                 ("kv", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
@@ -409,15 +409,15 @@ def megatron(
                 local[s + norm_name] = hf[f"{a}{norm}.weight"].clone()
                 local[f"{s}linear_{x}_up_proj.weight"] = rows(hf[f"{a}{up}.weight"])
         else:
-            for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
+            for suffix in ("weight", "bias") if spec.attention.qkv_bias else ("weight",):
                 q, k, v = (
                     hf[f"{a}{x}_proj.{suffix}"].unflatten(0, (spec.num_kv_heads, -1)) for x in "qkv"
                 )
-                if spec.gated_attention:  # for each head its queries, then their gate
+                if spec.attention.gated:  # for each head its queries, then their gate
                     heads = q.unflatten(1, (-1, 2, spec.head_dim))
                     q = torch.cat([heads[:, :, 0].flatten(1, 2), heads[:, :, 1].flatten(1, 2)], 1)
                 local[f"{s}linear_qkv.{suffix}"] = rows(torch.cat([q, k, v], 1).flatten(0, 1))
-            if spec.qk_norm:
+            if spec.attention.qk_norm:
                 for x in "qk":
                     local[f"{s}{x}_layernorm.weight"] = hf[f"{a}{x}_norm.weight"].clone()
         if not linear:
@@ -429,7 +429,7 @@ def megatron(
         projection = "in_proj" if linear else "linear_qkv"
         norms = []
         if spec.family != "olmo2":
-            fused = te and not spec.kv_lora_rank
+            fused = te and spec.family != "deepseek_v3"
             norms.append(
                 f"self_attention.{projection}.layer_norm_weight"
                 if fused
@@ -448,15 +448,15 @@ def megatron(
             prefix = m + ("mlp" if module == "mlp" else "mlp.shared_experts")
             local[f"{prefix}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
             local[f"{prefix}.linear_fc2.weight"] = columns(down)
-        if spec.shared_expert_gate:
+        if spec.experts and spec.experts.shared_gate:
             gate = hf[p + "mlp.shared_expert_gate.weight"]
             local[m + "mlp.shared_experts.gate_weight"] = gate.clone()
         if not sparse:
             continue
         local[m + "mlp.router.weight"] = hf[router_name(spec, i)].clone()
-        if spec.router_bias:
+        if spec.experts.router_bias:
             local[m + "mlp.router.expert_bias"] = hf[p + "mlp.gate.e_score_correction_bias"].float()
-        per_rank = spec.num_experts // t.ep
+        per_rank = spec.experts.count // t.ep
         for e in range(ep_rank * per_rank, (ep_rank + 1) * per_rank):
             experts = f"{m}mlp.experts."
             fc1 = experts + f"local_experts.{e}.linear_fc1.weight"
@@ -549,7 +549,7 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             )
             local[a + "norm.weight"] = hf[a + "norm.weight"]
             local[a + "out_proj.weight"] = hf[a + "out_proj.weight"].chunk(attn_tp, 1)[attn_rank]
-        elif spec.kv_lora_rank:
+        elif spec.family == "deepseek_v3":
             local[a + "fused_qkv_a_proj_with_mqa.weight"] = torch.cat(
                 [hf[a + "q_a_proj.weight"], hf[a + "kv_a_proj_with_mqa.weight"]]
             )
@@ -560,8 +560,8 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
                 local[name] = hf[name].chunk(attn_tp, 0)[attn_rank]
             local[a + "o_proj.weight"] = hf[a + "o_proj.weight"].chunk(attn_tp, 1)[attn_rank]
         else:
-            for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
-                q_size = heads * spec.head_dim * (2 if spec.gated_attention else 1)
+            for suffix in ("weight", "bias") if spec.attention.qkv_bias else ("weight",):
+                q_size = heads * spec.head_dim * (2 if spec.attention.gated else 1)
                 kv_size = kv * spec.head_dim
                 q = rows(hf[f"{a}q_proj.{suffix}"], q_size, attn_tp, attn_rank)
                 k = rows(hf[f"{a}k_proj.{suffix}"], kv_size, kv_parts, kv_rank)
@@ -573,13 +573,13 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             if spec.family == "gpt_oss":
                 local[a + "o_proj.bias"] = hf[a + "o_proj.bias"]
                 local[a + "sinks"] = rows(hf[a + "sinks"], heads, attn_tp, attn_rank)
-            if spec.qk_norm:
+            if spec.attention.qk_norm:
                 for x in "qk":
                     local[f"{a}{x}_norm.weight"] = hf[f"{a}{x}_norm.weight"]
         for name in layer_norms(spec):
             local[p + name] = hf[p + name]
         sparse = is_sparse(spec, i)
-        if spec.shared_expert_gate:
+        if spec.experts and spec.experts.shared_gate:
             local[p + "mlp.shared_expert_gate.weight"] = hf[p + "mlp.shared_expert_gate.weight"]
         for module in mlp_modules(spec, i):
             size = padded(hf[f"{p}{module}.gate_proj.weight"].shape[0])
@@ -592,12 +592,12 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             continue
         router = hf[router_name(spec, i)]
         local[router_name(spec, i)] = router.float() if spec.family == "glm4_moe" else router
-        if spec.router_bias:
+        if spec.experts.router_bias:
             bias = p + "mlp.gate.e_score_correction_bias"
             local[bias] = hf[bias].float()
         moe_tp = tp // g.ep
-        per_rank = spec.num_experts // g.ep
-        size = padded(spec.expert_intermediate_size)
+        per_rank = spec.experts.count // g.ep
+        size = padded(spec.experts.intermediate_size)
         if spec.family == "gpt_oss":
             experts = range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank)
             local |= paired_experts(p, hf, experts, size, moe_tp, rank % moe_tp)

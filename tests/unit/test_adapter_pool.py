@@ -35,7 +35,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def spec_of(model: str):
     spec = load_spec(MODELS / model)
-    return replace(spec, num_layers=2, num_experts=min(spec.num_experts, 4), vocab_size=64)
+    experts = replace(spec.experts, count=4) if spec.experts else None
+    return replace(spec, num_layers=2, experts=experts, vocab_size=64)
 
 
 def map_of(plan: RunPlan) -> ReshardMap:
@@ -101,7 +102,9 @@ def test_map_writes_what_sglang_would_slice(
             apply_copy(copy, source, engine_tensors[copy.destination_tensor])
         expected = {}
         for layer in range(spec.num_layers):
-            expected |= expected_on(rank % sizes.tp, full, sizes, layer, spec.num_experts)
+            expected |= expected_on(
+                rank % sizes.tp, full, sizes, layer, spec.experts.count if spec.experts else 0
+            )
         assert engine_tensors.keys() == expected.keys()
         assert all(torch.equal(engine_tensors[name], expected[name]) for name in expected)
     engine_shapes = {

@@ -115,8 +115,9 @@ def test_every_element_of_an_adapter_has_one_owner(
     model: str, sizes: dict[str, int], layer_spec: str, shared: bool
 ) -> None:
     spec = load_spec(MODELS / model)
+    experts = replace(spec.experts, count=8) if spec.experts else None
     spec = replace(
-        spec, num_layers=max(4, spec.first_dense_layers + 1), num_experts=min(spec.num_experts, 8)
+        spec, num_layers=max(4, experts.first_layer + 1) if experts else 4, experts=experts
     )
     for names in (("all",), ("v_proj", "o_proj", "up_proj", "w1", "kv_b_proj")):
         lora = Lora(4, 8.0, names, shared)

@@ -13,9 +13,12 @@ import pytest
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
+from megarl.config.schema import GeneratorConfig, TrainerConfig
+from megarl.estimate.memory import layer_activations, state_bytes
 from megarl.models import load_spec
-from megarl.models.parameters import padded_vocab_size
-from megarl.models.registry import family
+from megarl.models.block import LinearAttention
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, padded_vocab_size
+from megarl.models.registry import attention_flops, family
 from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
@@ -256,7 +259,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(model):
 @pytest.mark.parametrize("quantization", [None, "fp8_block", "fp8_channel"])
 def test_every_family_is_resharded_at_its_real_size(model, quantization):
     spec = load_spec(Path(__file__).parents[2] / "configs" / "models" / model)
-    experts = min(8, max(1, spec.num_experts))
+    experts = 8 if spec.experts else 1
     last = spec.num_layers - 1 if spec.num_layers % 2 else None
     trainer_tp, tp = SIZES.get(model, (4, 8))
     trainer = trainer_layout(
@@ -479,12 +482,13 @@ def test_gpt_oss_has_windows_in_every_other_layer_by_default():
     )
     spec = load_spec(config)
     assert spec == load_spec({key: value for key, value in config.items() if key != "layer_types"})
-    assert spec.windowed_layers == tuple(range(0, 24, 2))
+    assert spec.attention.windowed_layers == tuple(range(0, 24, 2))
     assert (
-        spec.window,
+        spec.attention.window,
         spec.activation_limit,
     ) == (128, 7.0)
-    assert load_spec(config | {"layer_types": ["full_attention"] * 24}).windowed_layers == ()
+    without = load_spec(config | {"layer_types": ["full_attention"] * 24})
+    assert without.attention.windowed_layers == ()
 
 
 def test_windows_are_read_in_the_old_and_in_the_new_form():
@@ -507,13 +511,10 @@ def test_windows_are_read_in_the_old_and_in_the_new_form():
     ]
     spec = load_spec(old)
     assert spec == load_spec(new)
-    assert len(spec.windowed_layers) == 22
-    assert (spec.rope_theta, spec.windowed_rope_theta, spec.window, spec.attention_scale) == (
-        1e6,
-        1e4,
-        512,
-        1 / 16,
-    )
+    attention = spec.attention
+    assert len(attention.windowed_layers) == 22
+    assert (spec.rope_theta, attention.windowed_rope_theta) == (1e6, 1e4)
+    assert (attention.window, attention.scale) == (512, 1 / 16)
 
 
 @pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])
@@ -587,7 +588,7 @@ def test_mixtures_without_dense_layers_or_shared_experts(model, change):
         (Path(__file__).parents[2] / "configs/models" / model / "config.json").read_text()
     )
     spec = load_spec(values | change)
-    assert 0 in (spec.first_dense_layers, spec.shared_intermediate_size)
+    assert 0 in (spec.experts.first_layer, spec.experts.shared_size)
 
 
 @pytest.mark.parametrize(
@@ -620,3 +621,57 @@ def test_theta_of_qwen3_next_must_stand_where_sglang_reads_it():
                 }
             }
         )
+
+
+DECAY = "model.layers.{layer}.decay.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decaying(LinearAttention):
+    """A linear attention that the package does not know."""
+
+    NAME = "decaying sums"
+    QUANTISED = (DECAY,)
+    INPUT_NORM = dict.fromkeys(("local", "te"), "input_layernorm.weight")
+    width: int
+
+    def logical(self, sizes):
+        return [LogicalTensor(DECAY, (self.width, sizes.hidden_size), LAYER)]
+
+    def megatron(self, sizes, topology, layer_spec):
+        name = "decoder.layers.{layer}.self_attention.decay.weight"
+        return [Parameter(name, LAYER, (Part(DECAY),), dim=0, groups=topology.tp)]
+
+    def sglang(self, sizes, topology, device):
+        return [Parameter(DECAY, LAYER, (Part(DECAY),), dim=0, groups=topology.tp)]
+
+    def flops(self, sizes, layers, length):
+        return layers * 7.0
+
+    def activation_elements(self, sizes, tp):
+        return self.width / tp
+
+    def state_bytes(self, item):
+        return item * self.width
+
+
+def test_new_block_answers_for_itself():
+    plain = load_spec(CONFIG)
+    spec = dataclasses.replace(plain, linear_attention=Decaying((0, 2), 64))
+    source = trainer_layout(spec, TrainerTopology(tp=2, pp=2), "bfloat16")
+    engines = generator_layout(spec, GeneratorTopology(2, 2, 1, 1), "bfloat16", "cuda")
+    prove_exactly_once(ReshardMap.build(source, engines))
+    names = {tensor.name for tensor in hf_layout(spec, "float32").tensors(0)}
+    assert {name for name in names if "decay" in name} == {
+        f"model.layers.{layer}.decay.weight" for layer in (0, 2)
+    }
+    assert attention_flops(spec, 9) == (attention_flops(plain, 9) + 7.0) / 2
+    assert state_bytes(spec, GeneratorConfig(tp=2), 2) == 2 * 2 * 64 / 2
+    saved = layer_activations(spec, TrainerConfig(), experts=False).saved
+    attention = plain.attention.activation_elements(plain, 1)
+    assert (
+        layer_activations(plain, TrainerConfig(), experts=False).saved - saved
+        == (attention - 64) / 2
+    )
+    assert spec.cut(2).linear_layers == (0,)
+    assert family(spec).quantised_parameters(spec)[2] == DECAY

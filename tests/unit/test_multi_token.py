@@ -26,8 +26,8 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.generator.cpu_support import speculative as kernels
-from megarl.models import glm4_moe, multi_token
-from megarl.models.registry import load_spec, logical_tensors
+from megarl.models import multi_token
+from megarl.models.registry import family, load_spec, logical_tensors
 from megarl.plan.checks import check_sizes
 from megarl.plan.resolve import find_spec
 from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, trainer_layout
@@ -262,7 +262,7 @@ def test_copy_that_differs_is_refused_by_the_rank_that_holds_it(
     }
     tensors |= {
         copy: tensors[original].clone()
-        for copy, original in multi_token.copies(spec, glm4_moe).items()
+        for copy, original in multi_token.copies(spec, family(spec)).items()
     }
     for changed in (False, True):
         tensors[name][-1, -1] += changed

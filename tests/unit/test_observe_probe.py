@@ -37,7 +37,7 @@ REPLAYED = "trainer.routing_replay=true"
 def test_limit_follows_from_precisions_of_trainer_and_engines(experts, overrides, limit):
     plan = SimpleNamespace(
         config=load_config("configs/quickstart.yaml", overrides),
-        spec=SimpleNamespace(num_experts=experts),
+        spec=SimpleNamespace(experts=experts),
     )
     assert probe_limit(plan) == limit
 
@@ -45,7 +45,7 @@ def test_limit_follows_from_precisions_of_trainer_and_engines(experts, overrides
 def test_each_group_of_engines_has_the_limit_of_its_precision():
     groups = ["generator.groups.plain.engines=1", "generator.groups.fp8.quantization=fp8_block"]
     config = load_config("configs/quickstart.yaml", groups)
-    plan = SimpleNamespace(config=config, spec=SimpleNamespace(num_experts=0))
+    plan = SimpleNamespace(config=config, spec=SimpleNamespace(experts=None))
     assert [probe_limit(plan, group) for group in ("plain", "fp8", None)] == [1e-3, 0.15, 0.15]
 
 

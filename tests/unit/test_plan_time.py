@@ -26,7 +26,7 @@ from megarl.estimate.times import (
     sync_s,
 )
 from megarl.models import load_spec
-from megarl.models.registry import attended, flops_per_token
+from megarl.models.registry import flops_per_token
 from megarl.plan.topologies import trainer_topology
 from megarl.reshard.forwarding import planned_relays
 from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
@@ -76,8 +76,9 @@ def test_token_attends_to_its_prefix_or_its_window(length: int) -> None:
     """
     spec = load_spec(CONFIGS / "models/gpt-oss-20b")
     window = np.minimum(np.arange(length) + 0.5, 128).mean()
-    assert attended(spec, length) == pytest.approx((length / 2 + window) / 2, rel=1e-4)
-    assert attended(LLAMA_8B, length) == length / 2
+    attended = spec.attention.attended(spec.attention_layers, length)
+    assert attended == pytest.approx((length / 2 + window) / 2, rel=1e-4)
+    assert LLAMA_8B.attention.attended(32, length) == length / 2
 
 
 def step(

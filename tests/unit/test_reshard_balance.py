@@ -12,6 +12,8 @@ from reshard_cases import cases
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
+from megarl.models.attention import Attention
+from megarl.models.experts import Experts
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.report import sender_bound
@@ -32,9 +34,8 @@ QWEN3_235B = ModelSpec(
     False,
     1e-6,
     1e6,
-    qk_norm=True,
-    num_experts=128,
-    expert_intermediate_size=1536,
+    attention=Attention(qk_norm=True),
+    experts=Experts(count=128, per_token=8, intermediate_size=1536),
 )
 
 

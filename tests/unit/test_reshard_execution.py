@@ -20,6 +20,8 @@ from reshard_reference import HF, full_tensors, in_files, megatron, sglang
 from megarl.base.geometry import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.kernels.audit import MASK, hash_slice, hash_tensor
 from megarl.models import ModelSpec
+from megarl.models.experts import Experts
+from megarl.models.latent_attention import MultiHeadLatentAttention
 from megarl.reshard.execute import payload
 from megarl.reshard.forwarding import passed_on, summary
 from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
@@ -113,21 +115,17 @@ def test_relays_between_engines_fill_all_engines(case, data, rule):
 @pytest.mark.parametrize("dp_attention", [2, 4])
 def test_data_parallel_attention(name: str, dp_attention: int):
     """An explicit case, because few random cases have attention that is both replicated and cut."""
-    spec = dataclasses.replace(
-        ModelSpec(name, 2, 8, 16, 8, 2, 8, 150, 16, False, 1e-6, 1e4), num_experts=4,
-        expert_intermediate_size=8,
-        shared_intermediate_size=8 * (name == "deepseek_v3"), router_bias=name == "deepseek_v3",
-    )  # fmt: skip
+    experts = Experts(count=4, per_token=2, intermediate_size=8)
+    spec = ModelSpec(name, 2, 8, 16, 8, 2, 8, 150, 16, False, 1e-6, 1e4, experts=experts)
     if name == "deepseek_v3":
-        latent = {
-            "first_dense_layers": 1,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 4,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 12,
-        }
-        spec = dataclasses.replace(spec, num_kv_heads=8, **latent)
+        spec = dataclasses.replace(
+            spec,
+            num_kv_heads=8,
+            experts=dataclasses.replace(experts, shared_size=8, router_bias=True, first_layer=1),
+            attention=MultiHeadLatentAttention(
+                q_rank=8, kv_rank=12, nope_dim=4, rope_dim=4, v_dim=4
+            ),
+        )
     topology = TrainerTopology(tp=2, ep=2, dp=2)
     generator = GeneratorTopology(2, 4, 2, dp_attention)
     map = ReshardMap.build(

@@ -13,6 +13,7 @@ from small_maps import LLAMA_405B, TINY, all_copies, tiny_map
 
 from megarl.base.geometry import Box, GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
+from megarl.models.experts import Experts
 from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -126,9 +127,7 @@ MIXTURE = ModelSpec(
     False,
     1e-6,
     1e4,
-    num_experts=8,
-    experts_per_token=2,
-    expert_intermediate_size=8,
+    experts=Experts(count=8, per_token=2, intermediate_size=8),
 )
 KINDS = {
     "dense": lambda: tiny_map(),

@@ -15,6 +15,7 @@ from quantise_reference import block_rule
 from megarl.base.geometry import Box, GeneratorTopology, TrainerTopology
 from megarl.kernels.quantise_rules import CHANNEL
 from megarl.models import ModelSpec
+from megarl.models.experts import Experts
 from megarl.reshard.execute import AmaxTable, amax_parts, payload, peers
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
@@ -22,7 +23,10 @@ from megarl.reshard.proof import ProofError, prove_exactly_once
 
 DENSE = ModelSpec("llama", 2, 12, 24, 8, 4, 4, 100, 64, False, 1e-6, 1e4)
 MOE = dataclasses.replace(
-    DENSE, family="mixtral", intermediate_size=0, num_experts=4, expert_intermediate_size=24
+    DENSE,
+    family="mixtral",
+    intermediate_size=0,
+    experts=Experts(count=4, per_token=2, intermediate_size=24, module="block_sparse_moe"),
 )
 RULE = block_rule(4, 4)
 
@@ -76,7 +80,7 @@ def moved(box: Box) -> Box:
 @pytest.mark.parametrize("spec, name", [(DENSE, DOWN), (MOE, W2)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_proof_refuses_damaged_scales_and_names_the_tensor(spec, name, change):
-    map = fp8_map(spec, ep=2 if spec.num_experts else 1)
+    map = fp8_map(spec, ep=2 if spec.experts else 1)
     copies = all_copies(map)
     prove_copies(copies, map.source, map.destination)
     suffix, damage, message = CHANGES[change]

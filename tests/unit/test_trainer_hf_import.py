@@ -17,6 +17,10 @@ from safetensors.torch import load_file, save_file
 from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models import load_spec
+from megarl.models.attention import Attention
+from megarl.models.experts import Experts
+from megarl.models.latent_attention import MultiHeadLatentAttention
+from megarl.models.paired_experts import PairedExperts
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout, trainer_layout
 from megarl.trainer.hf_files import check_checkpoint, check_config, check_finite, fingerprint
@@ -167,9 +171,9 @@ def test_fp8_blocks_are_read_dequantised_by_every_rank(
 
 
 PAIRED = ModelSpec(  # gpt-oss; no size is a multiple of a block
-    "gpt_oss", 2, 72, 0, 4, 2, 16, 11, 64, False, 1e-5, 10000.0, qkv_bias=True, linear_bias=True,
-        sinks=True,
-    num_experts=4, experts_per_token=2, expert_intermediate_size=40,
+    "gpt_oss", 2, 72, 0, 4, 2, 16, 11, 64, False, 1e-5, 10000.0,
+    attention=Attention(qkv_bias=True, output_bias=True, sinks=True),
+    experts=PairedExperts(count=4, per_token=2, intermediate_size=40),
 )  # fmt: skip
 
 
@@ -370,11 +374,12 @@ def test_tensors_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
 
 
 DEEPSEEK = ModelSpec(
-    "deepseek_v3", 2, 16, 24, 4, 4, 8, 11, 64, False, 1e-5, 10000.0, q_lora_rank=6, kv_lora_rank=5,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4, v_head_dim=4, num_experts=2, experts_per_token=1,
-    expert_intermediate_size=8, shared_intermediate_size=8,
-    first_dense_layers=1, score_function="sigmoid", router_bias=True,
+    "deepseek_v3", 2, 16, 24, 4, 4, 8, 11, 64, False, 1e-5, 10000.0,
+    attention=MultiHeadLatentAttention(q_rank=6, kv_rank=5, nope_dim=4, rope_dim=4, v_dim=4),
+    experts=Experts(
+        count=2, per_token=1, intermediate_size=8, shared_size=8, first_layer=1,
+        score_function="sigmoid", router_bias=True,
+    ),
 )  # fmt: skip
 
 

@@ -1,20 +1,11 @@
-"""Families whose layers all have a dense MLP: Llama, Mistral, OLMo 2, Phi-4, Qwen2.5, Qwen3, and
-smaller models of Qwen3.5.
-
-`attention` is a family's block of attention: the module `megarl.models.attention` or
-`hybrid_attention`.
-"""
+"""Reads the keys of config.json that several families share."""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import attention as grouped_attention
-from megarl.models import hybrid_attention, mlp, norms_after, vocabulary
-from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models.experts import Experts
 from megarl.models.registry import SLIDING, ConfigReader
 from megarl.models.spec import ModelSpec
 
@@ -52,11 +43,9 @@ def read_common(reader: ConfigReader, family: str, **family_fields: Any) -> Mode
         )
     if problems:
         raise ConfigError(problems)
-    if (
-        "windowed_layers" not in family_fields
-        and "linear_layers" not in family_fields
-        and (kinds := reader.value("layer_types"))
-    ):
+    attention = family_fields.get("attention")
+    kinds_known = "linear_attention" in family_fields or (attention and attention.window)
+    if not kinds_known and (kinds := reader.value("layer_types")):
         if reader.window_has_effect():
             whole_context = ["full_attention"]
         else:
@@ -101,48 +90,24 @@ def expect_no_window_of_qwen(reader: ConfigReader) -> None:
         reader.expect_no_window()
 
 
-def logical_tensors(
-    spec: ModelSpec, attention: ModuleType = grouped_attention
-) -> tuple[LogicalTensor, ...]:
-    norms = norms_after.logical(spec) if spec.norms_after else [mlp.norm(spec)]
-    return vocabulary.logical(
-        spec, attention.logical(spec) + norms + mlp.logical(spec, spec.intermediate_size)
+def read_sigmoid_experts(reader: ConfigReader, router_dtype: str | None = None) -> Experts:
+    """Mixtures like DeepSeek-V3's and GLM-4.5's: sigmoid scores, a bias on the choice, groups,
+    shared experts.
+    """
+    reader.expect("topk_method", "noaux_tc", "noaux_tc")
+    reader.expect("scoring_func", "sigmoid", "sigmoid")
+    rows = reader.integer("moe_intermediate_size")
+    return Experts(
+        count=reader.renamed("n_routed_experts", "num_local_experts"),
+        per_token=reader.integer("num_experts_per_tok"),
+        intermediate_size=rows,
+        shared_size=reader.integer("n_shared_experts", minimum=0) * rows,
+        first_layer=reader.integer("first_k_dense_replace", minimum=0),
+        score_function="sigmoid",
+        norm_topk_prob=reader.flag("norm_topk_prob", True),
+        router_bias=True,
+        groups=reader.integer("n_group"),
+        topk_groups=reader.integer("topk_group"),
+        scaling_factor=reader.number("routed_scaling_factor", 1.0),
+        router_dtype=router_dtype,
     )
-
-
-def megatron_parameters(
-    spec: ModelSpec,
-    topology: TrainerTopology,
-    layer_spec: str,
-    attention: ModuleType = grouped_attention,
-) -> tuple[Parameter, ...]:
-    if spec.norms_after:
-        norms = norms_after.megatron(spec, layer_spec)
-    else:
-        norms = [mlp.megatron_norm(layer_spec)]
-    layers = (
-        attention.megatron(spec, topology, layer_spec)
-        + norms
-        + mlp.megatron(topology, spec.intermediate_size)
-    )
-    return vocabulary.megatron(spec, topology, layers)
-
-
-def sglang_parameters(
-    spec: ModelSpec,
-    topology: GeneratorTopology,
-    device: str,
-    attention: ModuleType = grouped_attention,
-) -> tuple[Parameter, ...]:
-    layers = attention.sglang(spec, topology, device) + mlp.sglang(
-        topology, device, spec.intermediate_size
-    )
-    norms = hybrid_attention.sglang_norms(spec) if spec.norms_before else []
-    norms += norms_after.sglang(spec) if spec.norms_after else [mlp.sglang_norm()]
-    return vocabulary.sglang(spec, topology, device, layers + norms)
-
-
-def quantised_parameters(
-    spec: ModelSpec, attention: ModuleType = grouped_attention
-) -> tuple[str, ...]:
-    return attention.QUANTISED + mlp.QUANTISED
