@@ -234,7 +234,8 @@ class NodePart:
                 settings = self._frozen_settings(part, device, role)
             else:
                 settings = self._settings(part, device)
-            argv, environment = server_command(settings, keys, part.group.settings.server_args)
+            group: GeneratorConfig = part.group.settings
+            argv, environment = server_command(settings, keys, group.server_args)
             environment[BEATS] = str(self.folder / f"{name}.beats")
             environment |= engine_devices(part) | self._environment()
             if self.shares and part.group.purpose == ROLLOUTS:

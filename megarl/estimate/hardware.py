@@ -91,7 +91,7 @@ class Constants:
     # per layer of experts and pass: routing, permuting and launches that no product hides
     expert_pass_s: float = 0.000779
     decode_layer_s: float = 2.4e-05  # per layer and decoding step: small kernels
-    node_latency_s: float = 0.0001243  # per collective across nodes and doubling of the nodes
+    node_latency_s: float = 0.0001234  # per collective across nodes and doubling of the nodes
     # per RL step: rewards, advantages, batches, logs and all else that does not overlap
     glue_s: float = 3.4
 

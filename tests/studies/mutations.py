@@ -60,8 +60,8 @@ MUTATIONS = [
     Mutation(
         "groups one version too old are trained on",
         file="megarl/rollouts/buffer.py",
-        now="if version < step - self._max_staleness\n",
-        broken="if version < step - self._max_staleness - 1\n",
+        now="if version < step - self._max_staleness:\n",
+        broken="if version < step - self._max_staleness - 1:\n",
         tests=("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
     ),
     Mutation(

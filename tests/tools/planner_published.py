@@ -29,7 +29,7 @@ GB200 = Cluster(GPUS["GB200"], 4)
 class Fit(Constants):
     """The planner's constants, and further ones that only the published runs need."""
 
-    switch_s: float = 23.26  # of colocated phases, a step: waking, offloading, refitting
+    switch_s: float = 23.42  # of colocated phases, a step: waking, offloading, refitting
     vllm_request_s: float = (
         # of vLLM, per request and decoding step: scheduler, log-probs, and a Python generator for
         # each request

@@ -2,8 +2,9 @@
 source, by annotations and assignments.
 
 A section is an expression annotated with its class, `….config` (the whole configuration), or a
-name assigned from one of these. `getattr` with a computed name reads the keys that the function
-mentions: as text, by a constant of the module, or as the fields of a class of megarl.base.geometry.
+name assigned from one of these. A property of a section reads what it names of `self`. `getattr`
+with a computed name reads the keys that the function mentions: as text, by a constant of the
+module, or as the fields of a class of megarl.base.geometry.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import inspect
+import re
 import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -69,6 +72,13 @@ def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, type, str]]:
 @functools.cache
 def _fields(cls: type) -> dict[str, Any]:
     return {name: _without_optional(hint)[0] for name, hint in typing.get_type_hints(cls).items()}
+
+
+@functools.cache
+def _of_property(cls: type, name: str) -> list[str]:
+    """The attributes of `self` that a property reads."""
+    getter = getattr(getattr(cls, name, None), "fget", None)
+    return re.findall(r"self\.(\w+)", inspect.getsource(getter)) if getter else []
 
 
 class _Module:
@@ -186,6 +196,9 @@ class _Module:
             cls = self._section(node.value, names, of_self)
             if cls is not None:
                 self._settings_read.add((cls.__name__, node.attr))
+                self._settings_read |= {
+                    (cls.__name__, name) for name in _of_property(cls, node.attr)
+                }
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
