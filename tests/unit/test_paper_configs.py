@@ -96,7 +96,7 @@ ROWS = re.findall(
 
 @pytest.mark.parametrize(("name", "overrides"), [*((name, "") for name in PAPERS), *ROWS])
 def test_a_papers_run_loads_fits_and_can_be_started(name: str, overrides: str, printed) -> None:
-    assert len(ROWS) == 11
+    assert len(ROWS) == 13
     assert {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
     path = f"configs/papers/{name}.yaml"
     trainer, generator, settings = PAPERS[name]
