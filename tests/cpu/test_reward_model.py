@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from json_files import write_json_lines
 from reward_models import served_scores
-from run_tools import ROOT, make_model, rows, succeed
+from run_tools import ROOT, make_model, rows, run, succeed
 from tokenizers import Tokenizer
 
 from megarl.data.order import permute
@@ -166,7 +166,7 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
 
 def test_bad_pairs_are_one_message_before_anything_starts(causal: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2"}\n')
-    completed = succeed([
+    completed = run([
         "reward-model", "configs/examples/reward_model.yaml", f"model.path={causal}",
         f"run_dir={tmp_path}/run",
         f"reward_model.data.source={tmp_path}/pairs.jsonl",

@@ -37,8 +37,8 @@ from weights_worker import Job, Sync
 from megarl.base.geometry import GeneratorTopology
 from megarl.generator.hooks import server_arguments
 from megarl.messaging.link import Hub, RunKey
-from megarl.models import llama
 from megarl.models.registry import load_spec
+from megarl.reshard import layout as layout_module
 from megarl.reshard.layout import LayoutError, generator_layout
 from megarl.weight_sync.transports.base import SHARED_MEMORY
 from megarl.weight_sync.workers import settle_layout
@@ -183,9 +183,9 @@ def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Fp8Sett
 def test_an_engine_that_quantises_another_set_is_refused_by_name(engines, key_file, monkeypatch):
     """Here one list is shorter."""
     synced = engines.of(SETTINGS[0])
-    listed = llama.quantised_parameters
+    listed = layout_module.quantised_parameters
     monkeypatch.setattr(
-        llama,
+        layout_module,
         "quantised_parameters",
         lambda spec: [name for name in listed(spec) if "down_proj" not in name],
     )
