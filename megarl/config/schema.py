@@ -918,7 +918,11 @@ class ModelConfig:
 
 @dataclass
 class TrainerConfig:
-    tp: int = setting(1, "tensor parallel size", at_least(1))
+    tp: int = setting(
+        1,
+        "tensor parallel size: divides the model's key-value heads, or is a multiple of them",
+        at_least(1),
+    )
     pp: int = setting(1, "pipeline parallel size", at_least(1))
     vpp: int = setting(1, "virtual pipeline stages per rank", at_least(1))
     cp: int = setting(1, "context parallel size", at_least(1))
