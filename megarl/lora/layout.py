@@ -128,6 +128,23 @@ class Adapter:
     has_adapter: tuple[bool, ...]  # which parts have an adapter
     rank: int
 
+    def on_rank(self, rank: int, ranks: int) -> Adapter:
+        """The adapter on tensor rank `rank`, with the rows that it has of each part if several ranks
+        share a group of the weight's rows.
+        """
+        if self.weight.of_expert or self.weight.dim != 0 or ranks <= self.weight.groups:
+            return self
+        period = sum(self.rows)
+        size = period * self.weight.groups // ranks
+        first = rank * size % period
+        local_rows = []
+        start = 0
+        for count in self.rows:
+            common = min(start + count, first + size) - max(start, first)
+            local_rows.append(max(0, common))
+            start += count
+        return replace(self, rows=tuple(local_rows))
+
     def shares(self, factor: Parameter) -> bool:
         """Whether the experts of a layer share this factor."""
         return self.weight.of_expert and not factor.of_expert

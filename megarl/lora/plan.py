@@ -147,6 +147,13 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
             f"lora.rank={lora.rank}: must be null: PEFT has one adapter each for "
             f"{' and '.join(fused)} of a {spec.family} checkpoint"
         )
+    projections = [name for name in ("q_proj", "k_proj", "v_proj") if lora.wants(f"{name}.weight")]
+    if config.trainer.tp > spec.num_kv_heads and len(projections) in (1, 2):
+        yield (
+            f"lora.targets={yaml_text(config.lora.targets)}: must have all or none of q_proj, k_proj and "
+            f"v_proj with trainer.tp={config.trainer.tp} above the model's {spec.num_kv_heads} "
+            "key-value heads, as ranks then hold unlike parts of them"
+        )
     if spec.linear_attention and spec.linear_layers:
         yield (
             f"lora.rank={lora.rank}: must be null: no adapter is stated for the "

@@ -380,7 +380,11 @@ class LoraTrainer(MegatronTrainer):
 
     def _build_chunks(self) -> list[GPTModel]:
         chunks = super()._build_chunks()
-        adapters = trainer_adapters(self.spec, self.topology, layer_spec(), self._lora)
+        group = tensor_group()
+        adapters = [
+            adapter.on_rank(group.rank(), group.size())
+            for adapter in trainer_adapters(self.spec, self.topology, layer_spec(), self._lora)
+        ]
         self._adapters = attach(
             chunks, adapters, self._lora.scale, self._switch, self.sequence_parallel
         )

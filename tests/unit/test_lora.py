@@ -51,6 +51,17 @@ def test_contradictory_settings_of_lora_are_refused(tmp_path: Path) -> None:
     assert config(tmp_path, "lora.targets=all").lora.targets == ["all"]
 
 
+def test_ranks_that_share_a_head_need_adapters_of_all_projections(tmp_path: Path) -> None:
+    """A rank's rows would otherwise be another number of adapted rows than its neighbour's."""
+    sizes = ["lora.rank=8", "trainer.tp=16"]
+    assert problems_of(tmp_path, *sizes, "lora.targets=[q_proj,v_proj]") == [
+        'lora.targets=["q_proj", "v_proj"]: must have all or none of q_proj, k_proj and v_proj with '
+        "trainer.tp=16 above the model's 8 key-value heads, as ranks then hold unlike parts of them"
+    ]
+    assert resolve(config(tmp_path, *sizes, "lora.targets=[q_proj,k_proj,v_proj]"))
+    assert resolve(config(tmp_path, *sizes, "lora.targets=[down_proj]"))
+
+
 def test_fused_projections_cannot_have_adapters() -> None:
     [problem] = check_lora(RunConfig(lora=LoraConfig(rank=8)), load_spec(MODELS / "phi-4"))
     fused = "model.layers.*.self_attn.qkv_proj.weight and model.layers.*.mlp.gate_up_proj.weight"
