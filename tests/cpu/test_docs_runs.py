@@ -47,7 +47,7 @@ def test_what_a_newcomer_does_first(folder: Path) -> None:
         "runs/quickstart/sft/hf is there already: nothing to do" in printed
         and "runs/quickstart is complete: 2 of 2 steps" in printed
     )
-    assert "held-out scores of the weights in runs/quickstart/export" in printed
+    assert "held-out scores of the checkpoint runs/quickstart/checkpoints/" in printed
     printed_by({f'python -c "{WITH_TRANSFORMERS.format("runs/quickstart/export")}"': ""}, folder)
 
 
