@@ -73,7 +73,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": {"tp": 2},
     "TP4": {"tp": 4},  # 64 rows of k, v, gate and up: blocks of 128 are cut
-    "TP8": {"tp": 8},  # the models have 4 key-value heads
     "TP2xPP2": {"tp": 2, "pp": 2},
     "DP2-zero1": {"dp": 2, "zero": 1},
     "EP2": {"dp": 2, "ep": 2},
