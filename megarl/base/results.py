@@ -1,8 +1,8 @@
-"""What a command finds, as an object of Python."""
+"""What a command finds, as an object of Python, and tables of plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -38,3 +38,14 @@ class CommandResult(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return self._text
+
+
+def aligned(rows: Sequence[Sequence[str]], text_columns: int = 1) -> list[str]:
+    """A line for each row: the first `text_columns` columns to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        texts = map(str.ljust, row[:text_columns], widths)
+        numbers = map(str.rjust, row[text_columns:], widths[text_columns:])
+        lines.append("  ".join([*texts, *numbers]).rstrip())
+    return lines

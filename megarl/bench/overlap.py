@@ -35,7 +35,7 @@ from typing import Any
 
 from megarl.base.cores import usable_cores
 from megarl.base.processes import kill
-from megarl.base.table import aligned
+from megarl.base.results import aligned
 from megarl.bench.emulated import EmulatedLengths
 from megarl.bench.overlap_cell import Cell, generate, train
 from megarl.config.errors import ConfigError

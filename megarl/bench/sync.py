@@ -51,7 +51,7 @@ import torch
 
 from megarl.base.cores import usable_cores
 from megarl.base.files import log_tail
-from megarl.base.table import aligned
+from megarl.base.results import aligned
 from megarl.bench.sync_ranks import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES, Ranks, build_map
 from megarl.config.errors import ConfigError
 from megarl.generator.client import EngineClient

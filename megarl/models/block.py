@@ -8,6 +8,7 @@ engine is quantised), its FLOPs and memory, and Megatron's arguments for it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -51,7 +52,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class TokenMixer:
+class TokenMixer(ABC):
     """A block through which tokens reach each other: attention, or a linear form of it.
 
     The norm before it is a tensor of `norms`.
@@ -65,14 +66,17 @@ class TokenMixer:
     ONLY_FP8_BLOCKS: ClassVar[bool] = False
     NAME: ClassVar[str]  # for messages
 
+    @abstractmethod
     def logical(self, sizes: Sizes) -> list[LogicalTensor]:
-        raise NotImplementedError
+        """Tensors of the HF checkpoint."""
 
+    @abstractmethod
     def megatron(self, sizes: Sizes, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-        raise NotImplementedError
+        """Megatron's parameters under the layer spec "local" or "te"."""
 
+    @abstractmethod
     def sglang(self, sizes: Sizes, topology: GeneratorTopology, device: str) -> list[Parameter]:
-        raise NotImplementedError
+        """SGLang's parameters on "cpu" or "cuda"."""
 
     def problems(
         self, sizes: Sizes, trainer: TrainerTopology, generator: GeneratorTopology
@@ -80,19 +84,19 @@ class TokenMixer:
         """Problems with topologies that the layouts allow."""
         return ()
 
+    @abstractmethod
     def megatron_settings(self, sizes: Sizes) -> dict[str, Any]:
         """Arguments of Megatron's TransformerConfig."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flops(self, sizes: Sizes, layers: int, length: float) -> float:
         """Forward FLOPs per token beside linear layers, in `layers` layers with the block, for
         sequences of `length` tokens.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def activation_elements(self, sizes: Sizes, tp: int) -> float:
         """Elements per token and layer that a trainer rank keeps for the backward pass."""
-        raise NotImplementedError
 
     def gathered_elements(self, sizes: Sizes, tp: int) -> int:
         """Elements per token and layer that the trainer's tensor ranks gather from each other inside
@@ -111,9 +115,9 @@ class LinearAttention(TokenMixer):
         """The block of a decoder with only the first `layers` layers."""
         return replace(self, layers=tuple(layer for layer in self.layers if layer < layers))
 
+    @abstractmethod
     def state_bytes(self, item: int) -> float:
         """Bytes that an engine keeps per request and layer.
 
         `item`: bytes of an element in the model's dtype.
         """
-        raise NotImplementedError

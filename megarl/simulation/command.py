@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from megarl.base.files import write_whole
-from megarl.base.results import CommandResult
-from megarl.base.table import aligned
+from megarl.base.results import CommandResult, aligned
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import GeneratorConfig, RunConfig

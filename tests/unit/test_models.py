@@ -645,6 +645,9 @@ class Decaying(LinearAttention):
     def sglang(self, sizes, topology, device):
         return [Parameter(DECAY, LAYER, (Part(DECAY),), dim=0, groups=topology.tp)]
 
+    def megatron_settings(self, sizes):
+        return {}
+
     def flops(self, sizes, layers, length):
         return layers * 7.0
 
