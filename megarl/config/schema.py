@@ -932,8 +932,9 @@ class TrainerConfig:
     zero: int = setting(
         1,
         "0: plain data parallel; 1: distributed optimizer, whose state is split over the "
-        "data-parallel ranks",
-        one_of(0, 1),
+        "data-parallel ranks; 3: weights and gradients are split too (PyTorch's FSDP2), and "
+        "gathered layer by layer",
+        one_of(0, 1, 3),
     )
     first_stage_layers: int | None = setting(
         None, "layers of the first pipeline stage; null: as many as the others", at_least(1)

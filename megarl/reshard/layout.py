@@ -58,6 +58,7 @@ SCALE_DTYPE = "float32"
 QUANTISED_DTYPE = "float8_e4m3fn"
 Cut = tuple[str, int]  # the key with its value, and the number of shards
 LAYER_SPECS = ("local", "te")
+BUFFERS = ".router.expert_bias"  # ends the names of tensors that are no parameters
 DEVICES = ("cpu", "cuda")
 QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
 
@@ -426,7 +427,7 @@ def trainer_layout(
     spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local"
 ) -> Layout:
     """The tensors of every trainer rank under Megatron's names, with global layer and expert
-    numbers. DP and CP ranks are replicas.
+    numbers. DP and CP ranks are replicas; with zero=3 each has some rows of every parameter.
 
     layer_spec: "local" | "te", the layer spec in use. Raises ConfigError if the topology does not
     divide the model.
@@ -456,7 +457,57 @@ def trainer_layout_of(
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
     stages = np.array(stage_of_layer(spec.num_layers, t) + (t.pp - 1,) * spec.mtp_layers)
     meshes = {DENSE: dense, EXPERT: expert}
-    return _layout("trainer", spec, parameters, logical, dtype, stages, meshes, (t.ep, t.etp))
+    layout = _layout("trainer", spec, parameters, logical, dtype, stages, meshes, (t.ep, t.etp))
+    return fully_sharded(layout) if t.zero == 3 else layout
+
+
+def fully_sharded(layout: Layout) -> Layout:
+    """The layout after PyTorch's fully_shard has cut every parameter into chunks of rows, one for
+    each replica. As by torch.chunk, the last chunks may be smaller, or empty. Buffers stay whole.
+    """
+    meshes: dict[tuple[int, bool], np.ndarray] = {}  # shared by the kinds of one mesh
+    kinds = []
+    for kind in layout.kinds:
+        if kind.name.endswith(BUFFERS):
+            kinds.append(kind)
+            continue
+        whole_shards = kind.shards
+        stages, shards, replicas = kind.ranks.shape
+        is_uncut = all(shard is whole_shards[0] for shard in whole_shards)
+        key = (id(kind.ranks), is_uncut)
+        if key not in meshes:
+            of_chunks = kind.ranks.transpose(0, 2, 1)
+            if not is_uncut:
+                of_chunks = kind.ranks.reshape(stages, shards * replicas, 1)
+            meshes[key] = of_chunks
+        if is_uncut:  # all of its shards are the same, so they become the replicas
+            whole_shards = whole_shards[:1]
+        chunks: list[LocalTensor] = []
+        for shard in whole_shards:
+            chunks.extend(row_chunks(shard, replicas))
+        kinds.append(replace(kind, shards=tuple(chunks), ranks=meshes[key]))
+    return replace(layout, kinds=tuple(kinds))
+
+
+def row_chunks(tensor: LocalTensor, count: int) -> Iterator[LocalTensor]:
+    """Cuts the tensor into `count` chunks of rows, as torch.chunk does and then empty ones.
+
+    If the tensor stands for one tensor per expert, each of these is cut.
+    """
+    dim = 1 if tensor.experts is not None and EXPERT_FIELD in tensor.name else 0
+    rows = tensor.shape[dim]
+    most = -(-rows // count)
+    for chunk in range(count):
+        first = min(chunk * most, rows)
+        box = _cut(tensor.shape, dim, first, min(most, rows - first))
+        target = Box((0,) * len(box.shape), box.shape)
+        pieces = []
+        for piece in tensor.pieces:
+            common = piece.local.intersect(box)
+            if common is not None:
+                logical = common.move(piece.local, piece.logical)
+                pieces.append(Piece(common.move(box, target), piece.logical_name, logical))
+        yield replace(tensor, shape=box.shape, pieces=tuple(pieces))
 
 
 def generator_layout(

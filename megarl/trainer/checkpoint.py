@@ -239,7 +239,7 @@ def runs(trainer: MegatronTrainer) -> dict[str, ElementRun]:
     parameters = parameters_by_name(trainer.chunks)
     names = {parameter: name for name, parameter in parameters.items()}
     runs_by_name = {}
-    for shard in optimizer_shards(trainer.optimizer):
+    for shard in optimizer_shards(trainer.optimizer, trainer.live_weights):
         values = {
             MASTER: shard.master,
             EXP_AVG: shard.exp_avg,
@@ -555,7 +555,7 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
     index, saved_state = on_all_ranks(
         lambda: _read(trainer, folder), failures=(OSError, CheckpointError), raises=CheckpointError
     )
-    for shard in optimizer_shards(trainer.optimizer):
+    for shard in optimizer_shards(trainer.optimizer, trainer.live_weights):
         shard.live.copy_(shard.master)
     if trainer.topology.zero == 1:
         for chunk in trainer.ddp:
@@ -590,7 +590,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
         )
     for parameter in parameters_by_name(trainer.chunks).values():
         if parameter.requires_grad or not trainer.frozen:  # a frozen model is already loaded
-            parameter.data.zero_()
+            trainer.live_weights(parameter).zero_()
     for run in runs(trainer).values():
         for kind in run.values.keys() & SAVED:
             run.values[kind].zero_()
@@ -613,7 +613,7 @@ def _check_between_steps(trainer: MegatronTrainer) -> None:
     schedule have made different steps.
     """
     names = {parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()}
-    for shard in optimizer_shards(trainer.optimizer):
+    for shard in optimizer_shards(trainer.optimizer, trainer.live_weights):
         bits = BITS[shard.live.element_size()]
         if not torch.equal(
             shard.live.view(bits),

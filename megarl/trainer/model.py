@@ -60,7 +60,7 @@ from megarl.models.registry import flops_per_token
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import CLAMPED_SWIGLU, GELU_TANH, LM, SCALAR, SILU, ModelSpec
 from megarl.reshard.layout import trainer_layout
-from megarl.trainer import cpu_support, hf_io, layers, multi_token, parallel
+from megarl.trainer import cpu_support, fully_sharded, hf_io, layers, multi_token, parallel
 from megarl.trainer.cpu_support import layer_spec
 from megarl.trainer.distributed import to_device
 from megarl.trainer.hf_io import Writing
@@ -620,6 +620,8 @@ class MegatronModel:
     until a call of load_hf.
     """
 
+    TRAINED = False  # whether fully sharded parameters are master weights
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -673,6 +675,14 @@ class MegatronModel:
         with passed_on("trainer.megatron", trainer.megatron):
             self.chunks = self._build_chunks()
         self.mtp = self._find_mtp() if self.mtp_trained and self.chunks[-1].post_process else None
+        # of fully sharded parameters, the weights in the model's dtype if the shards are not
+        self._rounded: dict[torch.Tensor, torch.Tensor] = {}
+        if topology.zero == 3:
+            fully_sharded.shard(self.chunks, self.dtype, trained=self.TRAINED)
+            for parameter in self._parameters():
+                shard = fully_sharded.local_shard(parameter)
+                if shard.dtype != self.dtype:
+                    self._rounded[parameter] = torch.zeros_like(shard, dtype=self.dtype)
         # modules that Megatron's schedules run
         self.modules: list[torch.nn.Module] = [*self.chunks]
         self.routing: RoutingFormat | None = None
@@ -838,7 +848,7 @@ class MegatronModel:
                 "p2p_communicator": communicator,
                 "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
             }
-        return get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
             # chunks of a rank are at different microbatches
             data_iterator=[map(make, plan) for _ in self.modules],
@@ -851,6 +861,8 @@ class MegatronModel:
             collect_non_loss_data=forward_only,
             **options,
         )
+        fully_sharded.reshard(self.chunks)
+        return outputs
 
     # -- weights
 
@@ -861,7 +873,17 @@ class MegatronModel:
         """This rank's live parameters, which are the tensors of `layout`, by Megatron's names with
         global layer numbers.
         """
-        return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
+        named = parameters_by_name(self.chunks)
+        return {name: self.live_weights(parameter) for name, parameter in named.items()}
+
+    def live_weights(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter in the model's dtype, as `layout` describes it."""
+        return self._rounded.get(parameter, fully_sharded.local_shard(parameter))
+
+    def round_masters(self) -> None:
+        """Sets the live weights of fully sharded parameters to the rounded master weights."""
+        for parameter, rounded in self._rounded.items():
+            rounded.copy_(fully_sharded.local_shard(parameter))
 
     sent_parameters = merged_parameters = local_parameters  # as engines and exports get them
 

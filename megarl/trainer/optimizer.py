@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import AdamConfig, OptimizerConfig
+from megarl.trainer.fully_sharded import local_shard
 
 SCHEDULES = ("constant", "cosine", "linear")
 # Megatron's settings for trainer.optimizer.offload. With main weights in the optimizer, the GPU has
@@ -31,15 +32,17 @@ OFFLOAD = {
 def build_optimizer(
     config: AdamConfig,
     trainer: OptimizerConfig,
-    chunks: list[DistributedDataParallel],
+    chunks: Sequence[MegatronModule],
     dtype: torch.dtype,
     zero: int,
 ) -> ChainedOptimizer:
     """AdamW on fp32 master weights.
 
-    With zero=1, its state is split over data-parallel ranks. `trainer`: trainer.optimizer, whose
-    `offload` and `megatron` apply to every optimizer.
+    With zero=1, its state is split over data-parallel ranks. With zero=3, the parameters are split
+    and are the master weights. `trainer`: trainer.optimizer, whose `offload` and `megatron` apply
+    to every optimizer. `chunks`: wrapped for data parallelism.
     """
+    of_masters = torch.float32 if zero == 3 else dtype
     offload = OFFLOAD if trainer.offload else {}
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -53,8 +56,8 @@ def build_optimizer(
             # The norm is always reported, but Megatron computes it only with clipping. So without
             # clipping the bound is infinite.
             clip_grad=config.clip_grad or math.inf,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
+            bf16=of_masters == torch.bfloat16,
+            params_dtype=of_masters,
             use_distributed_optimizer=zero == 1,
             **offload,
             **trainer.megatron,
@@ -120,8 +123,9 @@ class OptimizerShard:
 
     parameter: torch.nn.Parameter
     first: int
+    live: torch.Tensor  # [end - first]: these elements of the model's own weights
     # [end - first] float32, perhaps on the host; the parameter itself if the model is float32 and
-    # zero=0
+    # zero=0, or if zero=3
     master: torch.Tensor
     exp_avg: torch.Tensor  # [end - first] float32
     exp_avg_sq: torch.Tensor  # [end - first] float32
@@ -130,15 +134,14 @@ class OptimizerShard:
     def end(self) -> int:
         return self.first + self.master.numel()
 
-    @property
-    def live(self) -> torch.Tensor:
-        """[end - first]: these elements of the model's own parameter."""
-        return self.parameter.data.view(-1)[self.first : self.end]
 
-
-def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
+def optimizer_shards(
+    optimizer: ChainedOptimizer, live_weights: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[OptimizerShard]:
     """All shards of this rank's optimizers (one optimizer, or one for the dense mesh and one for
     experts); possibly none.
+
+    live_weights: returns the model's own weights of a parameter on this rank.
     """
     for part in optimizer.chained_optimizers:
         for parameter, first, of_optimizer in _masters(part):
@@ -146,10 +149,14 @@ def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
             master = of_optimizer
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 master = part.optimizer.param_to_inner_param[of_optimizer]
+            flat_master = local_shard(master).view(-1)
             yield OptimizerShard(
-                parameter,
-                first,
-                *(t.detach().view(-1) for t in (master, state["exp_avg"], state["exp_avg_sq"])),
+                parameter=parameter,
+                first=first,
+                live=live_weights(parameter).view(-1)[first : first + flat_master.numel()],
+                master=flat_master,
+                exp_avg=local_shard(state["exp_avg"]).view(-1),
+                exp_avg_sq=local_shard(state["exp_avg_sq"]).view(-1),
             )
 
 

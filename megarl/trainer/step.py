@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
 from megarl.algorithms.base import LossOutput
 from megarl.algorithms.losses import segment_sums
@@ -36,8 +36,9 @@ from megarl.models.spec import ModelSpec
 from megarl.observe.agreement import AGES, BINS, EDGES, TOKENS, YOUNGEST, Totals
 from megarl.reshard.layout import hf_layout
 from megarl.teachers.trainer import TeacherOfStep, token_divergence
-from megarl.trainer import hf_io, multi_token, parallel
+from megarl.trainer import fully_sharded, hf_io, multi_token, parallel
 from megarl.trainer.distributed import to_device
+from megarl.trainer.fully_sharded import FullyShardedChunk
 from megarl.trainer.layers import RoutingReplay
 from megarl.trainer.logprobs import scored_rows, token_logprobs
 from megarl.trainer.microbatch import MicroBatch, build, predicted_tokens, predicting
@@ -171,6 +172,8 @@ class MegatronTrainer(MegatronModel):
     Weights are zero until a call of load_hf, init_random or checkpoint.load.
     """
 
+    TRAINED = True
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -195,8 +198,12 @@ class MegatronTrainer(MegatronModel):
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(
             model, None, **kwargs
         )
-        with passed_on("trainer.ddp", trainer.ddp):
-            self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)
+        self.ddp: list[DistributedDataParallel] | list[FullyShardedChunk]
+        if topology.zero == 3:
+            self.ddp = [FullyShardedChunk(config, chunk) for chunk in self.chunks]
+        else:
+            with passed_on("trainer.ddp", trainer.ddp):
+                self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)
         self.modules = [*self.ddp]
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
         if self.routing:
@@ -211,7 +218,7 @@ class MegatronTrainer(MegatronModel):
                 settings, trainer.optimizer, self.ddp, self.dtype, topology.zero
             )
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
-        self._reference: list[torch.Tensor] | MegatronModel | None = None
+        self._reference: dict[torch.Tensor, torch.Tensor] | MegatronModel | None = None
 
     # -- training
 
@@ -266,6 +273,7 @@ class MegatronTrainer(MegatronModel):
         )
         learning_rate = self.learning_rate.advance()
         _, grad_norm, _ = self.optimizer.step()
+        self.round_masters()
         assert grad_norm is not None  # it is None only with loss scaling, which bf16 does not need
         grad_norm = float(grad_norm)
         if not math.isfinite(grad_norm):
@@ -415,19 +423,23 @@ class MegatronTrainer(MegatronModel):
         """Keeps `model`, or else a frozen copy of the current weights, as the reference of the KL
         penalty.
         """
-        self._reference = model or [p.detach().clone() for p in self._parameters()]
+        self._reference = model or {p: self.live_weights(p).clone() for p in self._parameters()}
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        if not isinstance(self._reference, list):
+        if not isinstance(self._reference, dict):
             raise RuntimeError("there is no reference model: call hold_reference() first")
-        policy = [p.data for p in self._parameters()]
+        if self.topology.zero == 3:
+            with fully_sharded.replaced(self._reference):
+                yield
+            return
+        policy = {parameter: parameter.data for parameter in self._reference}
         try:
-            for parameter, data in zip(self._parameters(), self._reference, strict=True):
+            for parameter, data in self._reference.items():
                 parameter.data = data
             yield
         finally:
-            for parameter, data in zip(self._parameters(), policy, strict=True):
+            for parameter, data in policy.items():
                 parameter.data = data
 
     # -- weights
@@ -436,10 +448,17 @@ class MegatronTrainer(MegatronModel):
         """The logical tensors that checkpoints hold."""
         return {tensor.name: tensor.shape for tensor in hf_layout(self.spec, "float32").tensors(0)}
 
+    def reload_masters(self) -> None:
+        """Sets the master weights to the live weights."""
+        if self.topology.zero < 3:
+            reload_masters(self.optimizer)
+        for parameter, rounded in self._rounded.items():
+            fully_sharded.local_shard(parameter).copy_(rounded)
+
     def init_random(self, seed: int) -> None:
         """Sets random weights. They depend only on the seed, not on the topology."""
         hf_io.init_random(self.spec, self.layout, self.local_parameters(), seed)
-        reload_masters(self.optimizer)
+        self.reload_masters()
 
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder.
@@ -449,7 +468,7 @@ class MegatronTrainer(MegatronModel):
         `new_head`: initial values of the scalar head if the checkpoint has none; None: it has one.
         """
         super().load_hf(path, new_head)
-        reload_masters(self.optimizer)
+        self.reload_masters()
 
 
 def _keep(

@@ -101,7 +101,7 @@ def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         tuple(p.shape) for p in frozen if p.grad is not None or hasattr(p, "main_grad")
     ]
     results["optimized"] = sum(
-        shard.master.numel() for shard in optimizer_shards(trainer.optimizer)
+        shard.master.numel() for shard in optimizer_shards(trainer.optimizer, trainer.live_weights)
     )
     results["buffers"] = sum(
         buffer.numel

@@ -246,30 +246,54 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "tp2_dp2_ep2": (4, {"tp": 2, "dp": 2, "ep": 2}, SP),
     "dp2_tp2_etp2_ep2": (4, {"tp": 2, "dp": 2, "etp": 2, "ep": 2}, SP),
     "pp2_vpp2_ep2": (4, {"pp": 2, "vpp": 2, "dp": 2, "ep": 2}, {"recompute": True}),
+    # Sharded parameters.
+    "dp2_zero3": (2, {"dp": 2, "zero": 3}, {}),
+    "dp2_recompute_zero3": (2, {"dp": 2, "zero": 3}, {"recompute": True}),
+    "cp2_zero3": (2, {"cp": 2, "zero": 3}, {}),
+    "tp2_zero3": (2, {"tp": 2, "zero": 3}, SP),
+    "ep2_zero3": (2, {"dp": 2, "ep": 2, "zero": 3}, {}),
+    "dp4_zero3": (4, {"dp": 4, "zero": 3}, {}),
+    "tp2_dp2_zero3": (4, {"tp": 2, "dp": 2, "zero": 3}, {}),
+    "tp2_dp2_sp_zero3": (4, {"tp": 2, "dp": 2, "zero": 3}, SP | {"recompute": True}),
+    "tp4_zero3": (4, {"tp": 4, "zero": 3}, SP),
+    "pp2_dp2_zero3": (4, {"pp": 2, "dp": 2, "zero": 3}, {}),
+    "pp2_vpp2_dp2_zero3": (4, {"pp": 2, "vpp": 2, "dp": 2, "zero": 3}, {"recompute": True}),
+    "dp4_ep2_zero3": (4, {"dp": 4, "ep": 2, "zero": 3}, {"recompute": True}),
+    "tp2_dp2_ep2_zero3": (4, {"tp": 2, "dp": 2, "ep": 2, "zero": 3}, SP),
 }
 # The layouts for each model: its traits on every axis that treats them specially. Layouts after the
 # bar are marked `long`. Those before the bar cover each model and each way to cut one.
 TESTED = {
-    "untied": "single tp2_pp2 cp2 tp4_sp | tp4 selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 "
-    "dp2_zero1 pp2_vpp2",
-    "tied": "tp2_sp_recompute dp2_pp2_vpp2_overlap pp2_uneven dp2_zero1 | tp4 single "
-    "dp2_zero0_overlap tp2 pp2 dp2_zero0 tp2_pp2 pp2_vpp2",
-    "mistral": "single | tp4 tp2_pp2 cp2",
-    "gemma3": "cp2 | tp4_sp single tp2_sp_recompute tp2_pp2",
-    "olmo2": "tp2 tp4 | tp4_sp single tp2_sp_recompute cp2 tp2_pp2",
-    "phi3": "tp2_cp2 | tp4 single tp2_pp2",
-    "qwen2": "tp2_sp_recompute | tp4 single",
-    "qwen3": "tp2 | tp4 tp4_sp single tp2_cp2",
-    "qwen3_moe": "pp2_vpp2 ep2_zero0 tp2_dp2_ep2 | tp4_ep2 single ep2 cp2_ep2 tp2_etp1 tp2_ep2 "
-    "dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
-    "mixtral": "ep2 | tp4_ep2 single",
-    "deepseek_v3": "tp2_ep2 | single cp2_ep2 pp2_vpp2_ep2",
-    "glm4_moe": "cp2_ep2 | tp4_ep2 single tp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
+    "untied": (
+        "single tp2_pp2 cp2 tp4_sp dp2_zero3 tp2_dp2_zero3 | tp4 selective dp2_overlap "
+        "tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 pp2_vpp2 dp2_recompute_zero3 "
+        "cp2_zero3 tp2_zero3 dp4_zero3 tp2_dp2_sp_zero3 tp4_zero3 pp2_vpp2_dp2_zero3"
+    ),
+    "tied": (
+        "tp2_sp_recompute dp2_pp2_vpp2_overlap pp2_uneven dp2_zero1 pp2_dp2_zero3 | tp4 "
+        "single dp2_zero0_overlap tp2 pp2 dp2_zero0 tp2_pp2 pp2_vpp2 dp2_zero3 "
+        "pp2_vpp2_dp2_zero3"
+    ),
+    "mistral": "single | tp4 tp2_pp2 cp2 dp2_zero3",
+    "gemma3": "cp2 | tp4_sp single tp2_sp_recompute tp2_pp2 tp2_dp2_sp_zero3",
+    "olmo2": "tp2 tp4 | tp4_sp single tp2_sp_recompute cp2 tp2_pp2 tp2_dp2_sp_zero3",
+    "phi3": "tp2_cp2 | tp4 single tp2_pp2 dp4_zero3",
+    "qwen2": "tp2_sp_recompute | tp4 single tp2_dp2_zero3",
+    "qwen3": "tp2 | tp4 tp4_sp single tp2_cp2 tp2_dp2_sp_zero3",
+    "qwen3_moe": (
+        "pp2_vpp2 ep2_zero0 tp2_dp2_ep2 ep2_zero3 | tp4_ep2 single ep2 cp2_ep2 tp2_etp1 "
+        "tp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2 dp4_ep2_zero3 dp4_zero3 pp2_vpp2_dp2_zero3"
+    ),
+    "mixtral": "ep2 | tp4_ep2 single dp4_ep2_zero3",
+    "deepseek_v3": "tp2_ep2 tp2_dp2_ep2_zero3 | single cp2_ep2 pp2_vpp2_ep2 dp4_ep2_zero3",
+    "glm4_moe": "cp2_ep2 | tp4_ep2 single tp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2 tp2_dp2_ep2_zero3",
     "glm4_moe_air": "single",
-    "gpt_oss": "tp2_etp1 | tp4_ep2 single cp2_ep2 tp2_ep2 pp2_vpp2_ep2",
-    "qwen3_next": "tp2_ep2 tp4_ep2 | single cp2_ep2 tp2_cp2 pp2_vpp2_ep2",
-    "qwen3_5": "single | tp4 tp2 tp2_cp2 pp2",
-    "qwen3_5_moe": "tp2_ep2 | tp4_ep2 single pp2_vpp2_ep2",
+    "gpt_oss": (
+        "tp2_etp1 | tp4_ep2 single cp2_ep2 tp2_ep2 pp2_vpp2_ep2 tp2_dp2_ep2_zero3 dp4_ep2_zero3"
+    ),
+    "qwen3_next": "tp2_ep2 tp4_ep2 | single cp2_ep2 tp2_cp2 pp2_vpp2_ep2 tp2_dp2_ep2_zero3",
+    "qwen3_5": "single | tp4 tp2 tp2_cp2 pp2 tp2_dp2_zero3",
+    "qwen3_5_moe": "tp2_ep2 | tp4_ep2 single pp2_vpp2_ep2 dp4_ep2_zero3",
 }
 # These are also tested with routing replay.
 REPLAYED = [

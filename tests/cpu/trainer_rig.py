@@ -144,9 +144,15 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     With the distributed optimizer, it is NaN if another rank has the sum.
     """
     parts = {}
+    from megarl.trainer.fully_sharded import local_shard
     from megarl.trainer.model import parameters_by_name
 
     t = trainer.topology
+    if t.zero == 3:
+        for name, parameter in parameters_by_name(trainer.chunks).items():
+            if parameter.requires_grad:
+                parts[name] = local_shard(parameter.grad).clone()
+        return parts
     coordinate = trainer.coordinate
     dense = (coordinate.dp * t.cp + coordinate.cp, t.dp * t.cp)
     expert = (

@@ -1,0 +1,133 @@
+"""Sharded parameters (trainer.zero=3) by PyTorch's fully_shard (FSDP2).
+
+Each data-parallel rank has some rows of every parameter. A layer's parameters are gathered for its
+forward pass, and again for its backward pass. Its gradients are then reduce-scattered, in float32.
+A trained model's shards are float32: they are the optimizer's master weights. They are rounded to
+the model's dtype when they are gathered, and once after a step for the weight sync.
+
+Megatron's own wrapper of FSDP2 (TorchFullyShardedDataParallel) reduces gradients in the model's
+dtype, and has one process group for all parameters, so no expert parallelism. Megatron-FSDP
+(megatron.core.distributed.fsdp) runs on CUDA alone, and cuts parameters at any element. But
+Megatron's schedules, its reductions over tensor and pipeline ranks, and its optimizer all accept
+the shards of FSDP2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+Weights = Mapping[torch.Tensor, torch.Tensor]
+
+
+class FullyShardedChunk(_BaseDataParallel):
+    """A chunk of a sharded model, as Megatron's schedules and optimizer expect it."""
+
+    def __init__(self, config: TransformerConfig, chunk: GPTModel):
+        super().__init__(config=config, module=chunk)
+        self.ddp_config = DistributedDataParallelConfig()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """FSDP2 has reduced the gradients at the end of each backward pass."""
+
+
+def shard(chunks: Sequence[GPTModel], dtype: torch.dtype, *, trained: bool) -> None:
+    """Cuts all parameters of the chunks in place. Weights, all zero before, stay zero.
+
+    dtype: the model's, in which parameters are gathered.
+    """
+    # GPTModel returns its hidden states transposed. Nothing changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    dense = DeviceMesh.from_group(
+        _group(parallel_state.get_data_parallel_group(with_context_parallel=True)), device_type
+    )
+    of_experts = DeviceMesh.from_group(
+        _group(parallel_state.get_expert_data_parallel_group()), device_type
+    )
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for chunk in chunks:
+        for layer in [module for module in chunk.modules() if isinstance(module, TransformerLayer)]:
+            experts = getattr(layer.mlp, "experts", None)
+            if experts is not None:
+                _shard_module(experts, of_experts, policy, trained=trained)
+            _shard_module(layer, dense, policy, trained=trained)
+        # The rest is gathered from the forward pass to the end of the backward pass: the loss, too,
+        # multiplies by the output layer's weight.
+        _shard_module(chunk, dense, policy, trained=trained)
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _shard_module(
+    module: torch.nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, trained: bool
+) -> None:
+    """Shards the parameters of `module` that are not yet sharded."""
+    attributes = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            continue
+        if trained:
+            parameter.data = torch.zeros_like(parameter.data, dtype=torch.float32)
+        attributes[name] = vars(parameter)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    sharded = dict(module.named_parameters())
+    for name, values in attributes.items():  # Megatron's marks, which fully_shard does not keep
+        vars(sharded[name]).update(values)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)  # gradients are sums (step.py)
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    # A parameter without gradient on one rank, as of an expert without tokens, takes part.
+    module.set_reduce_scatter_unused_params(True)
+
+
+def reshard(chunks: Sequence[torch.nn.Module]) -> None:
+    """Frees what the last forward pass has left gathered."""
+    for chunk in chunks:
+        if isinstance(chunk, FSDPModule):
+            chunk.reshard()
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a parameter, of its gradient or of its moments; otherwise the tensor.
+
+    It shares their memory.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor.detach()
+    return tensor.detach()
+
+
+@contextlib.contextmanager
+def replaced(weights: Weights) -> Iterator[None]:
+    """Replaces the local shards of parameters, the keys, by other values for a while.
+
+    The values keep their place, since FSDP2 gathers from there.
+    """
+    before = {parameter: local_shard(parameter).clone() for parameter in weights}
+    try:
+        for parameter, values in weights.items():
+            local_shard(parameter).copy_(values)
+        yield
+    finally:
+        for parameter, values in before.items():
+            local_shard(parameter).copy_(values)
