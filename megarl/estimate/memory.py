@@ -18,7 +18,7 @@ from megarl.base.geometry import STATES_PER_REQUEST, GeneratorTopology, TrainerT
 from megarl.config.schema import TRAIN, GeneratorConfig, PlanConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import GIB, Gpu
 from megarl.models import ModelSpec
-from megarl.models.parameters import FIRST, padded_vocab_size
+from megarl.models.parameters import FIRST, LAYER, padded_vocab_size
 from megarl.plan.topologies import trainer_topology
 from megarl.reshard.layout import (
     ITEM_BYTES,
@@ -208,11 +208,51 @@ def stage_elements(layout: Layout) -> list[WeightElements]:
 
 
 def trainer_elements(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[WeightElements]:
-    """Elements on the fullest rank of each pipeline stage.
+    """Elements on the fullest rank of each pipeline stage; with zero=3, those that its
+    data-parallel ranks share.
 
     Raises ConfigError if the sizes do not divide the model.
     """
     return _trainer_elements(shape_of(spec), one_replica(trainer_topology(trainer)), dtype)
+
+
+def held_elements(elements: WeightElements, trainer: TrainerConfig) -> float:
+    """The elements of a model's weights that one rank keeps."""
+    return _shared(elements, trainer) if trainer.zero == 3 else elements.total
+
+
+def gathered_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, stage: int) -> float:
+    """What FSDP2 holds at most beside the shards (trainer.fully_sharded).
+
+    During a pass, what is outside of the layers. And the larger of: two gathered layers, the buffer
+    in which the second arrives, one layer's gradients and their copy in fp32 for the
+    reduce-scatter; or these gradients and their copy of what is outside of the layers.
+    """
+    if trainer.zero < 3:
+        return 0.0
+    layer, rest = _layer_and_rest(shape_of(spec), one_replica(trainer_topology(trainer)), dtype)[
+        stage
+    ]
+    item = ITEM_BYTES[dtype]
+    reduced = item + GRADIENT_BYTES
+    return item * rest + max((3 * item + reduced) * layer, reduced * rest)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_and_rest(
+    spec: ModelSpec, topology: TrainerTopology, dtype: str
+) -> list[tuple[int, int]]:
+    """[pp] (elements of the largest layer, of all that is outside of the layers) on one rank."""
+    layout = trainer_layout(spec, topology, dtype)
+    of_layers = np.zeros((topology.pp, layout.num_layers), dtype=np.int64)
+    rest = np.zeros(topology.pp, dtype=np.int64)
+    for kind in layout.kinds:
+        size = max(math.prod(shard.shape) for shard in kind.shards)
+        if kind.place == LAYER:
+            of_layers[kind.stages, np.arange(*kind.layers or (0, 0))] += size
+        else:
+            rest[kind.stages] += size
+    return list(zip(of_layers.max(axis=1).tolist(), rest.tolist()))
 
 
 @dataclass(frozen=True)
@@ -299,9 +339,12 @@ def stage_layers(spec: ModelSpec, trainer: TrainerConfig) -> tuple[tuple[int, in
 
 
 def one_replica(topology: TrainerTopology) -> TrainerTopology:
-    """The topology with as few replicas as the experts' mesh allows. All replicas hold the same."""
+    """The topology with as few replicas as the experts' mesh allows. All replicas hold the same, or
+    with zero=3 share the same.
+    """
     ranks = topology.tp * topology.cp
-    return replace(topology, dp=math.lcm(topology.ep * topology.etp, ranks) // ranks)
+    dp = math.lcm(topology.ep * topology.etp, ranks) // ranks
+    return replace(topology, dp=dp, zero=min(topology.zero, 1))
 
 
 # A search needs the same sizes many times, so these are cached.
@@ -515,7 +558,8 @@ def stage_memory(
     critic_bytes = [0.0] * trainer.pp
     if critic:
         critic_bytes = [
-            (item + GRADIENT_BYTES) * elements.total + optimizer_bytes(elements, trainer, dtype)
+            (item + GRADIENT_BYTES) * held_elements(elements, trainer)
+            + optimizer_bytes(elements, trainer, dtype)
             for elements in trainer_elements(critic, trainer, dtype)
         ]
     frozen_elements = [trainer_elements(model, trainer, dtype) for model in frozen]
@@ -533,7 +577,12 @@ def stage_memory(
     ):
         elements_per_token = activation_elements(spec, trainer, stage, *layers, unfused=unfused)
         activations = item * elements_per_token * tokens
-        weights = elements.total + additional[stage]
+        held = held_elements(elements, trainer)
+        weights = held + additional[stage]
+        gradients = trained[stage].total
+        if adapter_elements is None:
+            gradients = held_elements(trained[stage], trainer)
+        gathered = gathered_bytes(spec, trainer, dtype, stage)
         logits = 0.0
         if stage == trainer.pp - 1:
             weights += embedding_copy(spec, trainer)
@@ -541,15 +590,16 @@ def stage_memory(
         memories.append(
             TrainerMemory(
                 weights=item * weights,
-                gradients=GRADIENT_BYTES * trained[stage].total,
+                gradients=GRADIENT_BYTES * gradients,
                 optimizer=optimizer_bytes(trained[stage], trainer, dtype),
-                reference=item * elements.total if reference and adapter_elements is None else 0.0,
+                reference=item * held if reference and adapter_elements is None else 0.0,
                 shadow=shadow,
-                frozen=item * sum(stages[stage].total for stages in frozen_elements),
+                frozen=item
+                * sum(held_elements(stages[stage], trainer) for stages in frozen_elements),
                 critic=critic_bytes[stage],
                 activations=activations,
                 logits=logits,
-                buffers=2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (activations + logits),
+                buffers=gathered + 2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (activations + logits),
                 runtime=gpu.runtime_gib * GIB,
             )
         )
@@ -584,7 +634,7 @@ def logprob_bytes(
 def optimizer_bytes(elements: WeightElements, trainer: TrainerConfig, dtype: str) -> float:
     """Bytes of Adam's state on a GPU.
 
-    With zero=1 it is split over the ranks with the same weights.
+    Unless zero=0, it is split over the ranks with the same weights.
     """
     if trainer.optimizer.offload:
         return 0.0

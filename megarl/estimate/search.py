@@ -391,11 +391,16 @@ def trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iter
             ):
                 continue
             for ep in experts:
-                for budget in budgets:
-                    for recompute in (False, True):
-                        yield replace(
-                            base, ep=ep, max_tokens_per_microbatch=budget, recompute=recompute
-                        )
+                # sharded parameters are gathered for every microbatch, and spare stages
+                zeros = (1, 3) if pp == 1 and not config.trainer.ddp else (1,)
+                for budget, recompute, zero in itertools.product(budgets, (False, True), zeros):
+                    yield replace(
+                        base,
+                        ep=ep,
+                        zero=zero,
+                        max_tokens_per_microbatch=budget,
+                        recompute=recompute,
+                    )
 
 
 def generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
@@ -509,6 +514,8 @@ def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]
         yield {"trainer.recompute": True}
     if t.zero == 0:
         yield {"trainer.zero": 1}
+    if t.zero < 3 and t.dp * t.cp > 1 and not t.ddp and not t.optimizer.offload:
+        yield {"trainer.zero": 3}
     if (
         t.max_tokens_per_microbatch // 2
         >= config.rollout.max_tokens + config.plan.mean_prompt_tokens

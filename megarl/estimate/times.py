@@ -20,6 +20,7 @@ from megarl.estimate.memory import (
     stage_layers,
     state_bytes,
     trained_elements,
+    trainer_elements,
 )
 from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
@@ -203,7 +204,12 @@ class TrainModel:
         )
         expert = layers * (2 + repeated_forwards) * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
-        bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
+        last_backward_s = layers * (backward * products + (attention_passes - 1) * attention)
+        waiting = 0.0
+        if t.zero == 3:
+            forward_s = layers * (products + attention)
+            waiting = self._gathers_s(1 + scoring, forward_s, last_backward_s)
+        bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between + waiting) / count
         trained = trained_elements(self.spec, t, self.dtype)
         if self.adapters:
             trained = self.adapters.trained
@@ -215,14 +221,13 @@ class TrainModel:
         update_s = 30 * optimizer_elements / self._hbm
         if t.optimizer.offload:
             update_s = self._host_update_s(optimizer_elements)
-        last_backward_s = layers * (backward * products + (attention_passes - 1) * attention)
         longest = self._longest_share(workload)
         total = TrainTime(
             compute=steps * count * compute * longest,
             tensor_parallel=steps * count * tensor,
             expert_parallel=steps * count * expert,
             pipeline=steps * count * (between + bubble),
-            data_parallel=steps * self._data_s(fullest_stage, last_backward_s),
+            data_parallel=steps * (count * waiting + self._data_s(fullest_stage, last_backward_s)),
             optimizer=steps * (update_s + k.step_s),
             tflops=0.0,
         )
@@ -434,6 +439,8 @@ class TrainModel:
         ready before this ends. Nothing hides the gather of weights.
         """
         t = self.trainer
+        if t.zero == 3 and not self.adapters:  # in every microbatch: _gathers_s
+            return 0.0
         item = ITEM_BYTES[self.dtype]
         reduce_s = self._replicas_s(elements, 4)
         gather_s = self._replicas_s(elements, item)
@@ -446,6 +453,25 @@ class TrainModel:
             bucket = t.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * t.dp * t.cp)
             reduce_s = max(min(1.0, bucket / elements.total) * reduce_s, reduce_s - backward_s)
         return reduce_s + gather_s
+
+    def _gathers_s(self, forwards: float, forward_s: float, backward_s: float) -> float:
+        """In each microbatch, FSDP2 gathers the layers for each of `forwards` forward passes and
+        again for the backward pass, and reduces fp32 gradients. It does so for one layer while
+        another is computed. Returns the seconds that computing does not hide, which include the
+        first layer's gather and the last layer's reduction.
+
+        forward_s, backward_s: of one pass over the stage's layers.
+        """
+        layers = largest_stage(self.spec, self.trainer)
+        weights = max(
+            trainer_elements(self.spec, self.trainer, self.dtype), key=lambda stage: stage.total
+        )
+        gather_s = self._replicas_s(weights, ITEM_BYTES[self.dtype])
+        reduce_s = 0.0 if self.adapters else self._replicas_s(weights, 4)
+        both_s = gather_s + reduce_s
+        return forwards * max(gather_s / layers, gather_s - forward_s) + max(
+            both_s / layers, both_s - backward_s
+        )
 
     def _replicas_s(self, elements: WeightElements, bytes_each: int) -> float:
         """A gather over the ranks with the same weights. Experts have their own mesh."""

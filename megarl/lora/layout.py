@@ -97,13 +97,14 @@ class Lora:
     def trainer_layout(
         self, spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local"
     ) -> Layout:
-        """The adapters on every trainer rank.
+        """The adapters on every trainer rank, whole on each data-parallel rank.
 
         Raises ConfigError if the topology does not divide the model.
         """
         trainer_parameters(spec, topology, layer_spec)
         parameters = adapter_parameters(trainer_adapters(spec, topology, layer_spec, self))
-        return trainer_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
+        unsharded = replace(topology, zero=min(topology.zero, 1))
+        return trainer_layout_of(parameters, lora_tensors(spec, self), spec, unsharded, dtype)
 
     def pool_layout(
         self, spec: ModelSpec, topology: GeneratorTopology, dtype: str, device: str

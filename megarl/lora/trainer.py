@@ -48,10 +48,9 @@ from megarl.lora.layout import A, Adapter, Lora, target, trainer_adapters
 from megarl.lora.settings import LoraConfig
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD, Parameter
 from megarl.models.spec import ModelSpec
-from megarl.trainer import hf_io
+from megarl.trainer import fully_sharded, hf_io
 from megarl.trainer.cpu_support import layer_spec
 from megarl.trainer.model import MegatronModel, parameters_by_name
-from megarl.trainer.optimizer import reload_masters
 from megarl.trainer.parallel import expert_tensor_group, tensor_group
 from megarl.trainer.step import MegatronTrainer, StepResult
 
@@ -385,10 +384,19 @@ class LoraTrainer(MegatronTrainer):
             adapter.on_rank(group.rank(), group.size())
             for adapter in trainer_adapters(self.spec, self.topology, layer_spec(), self._lora)
         ]
-        self._adapters = attach(
+        of_weights = attach(
             chunks, adapters, self._lora.scale, self._switch, self.sequence_parallel
         )
+        # by the weight's name, since fully_shard replaces parameters
+        self._adapters: dict[str, tuple[LayerAdapter, int]] = {}
+        for name, parameter in parameters_by_name(chunks).items():
+            if parameter in of_weights:
+                self._adapters[name] = of_weights[parameter]  # type: ignore[index]
         return chunks
+
+    def _whole_parameters(self) -> set[torch.nn.Parameter]:
+        """The adapters: they are small, and have the distributed optimizer instead."""
+        return {p for p in self._parameters() if p.requires_grad}
 
     def train_step(self, *arguments: Any, **settings: Any) -> StepResult:
         with self._switch.set(training=True):
@@ -443,7 +451,7 @@ class LoraTrainer(MegatronTrainer):
                     )
                 else:
                     local.zero_()
-        reload_masters(self.optimizer)
+        self.reload_masters()
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         result: dict[str, tuple[int, ...]] = {}
@@ -465,11 +473,12 @@ class LoraTrainer(MegatronTrainer):
             # a factor of an adapter
             if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
                 continue
-            parameters[name] = weight = parameter.data
-            if parameter in self._adapters:
-                adapter, number = self._adapters[parameter]  # type: ignore[index]
+            parameters[name] = weight = self.live_weights(parameter)
+            if name in self._adapters:
+                adapter, number = self._adapters[name]
                 parameters[name] = self._merged.setdefault(name, torch.empty_like(weight))
-                parameters[name].copy_(adapter.delta(number).add_(weight))
+                delta = fully_sharded.local_rows(adapter.delta(number), parameter)
+                parameters[name].copy_(delta.add_(weight))
         return parameters
 
     def served_parameters(self) -> dict[str, torch.Tensor]:

@@ -519,6 +519,14 @@ def check_offload(config: RunConfig) -> Iterable[str]:
         )
 
 
+def check_sharded(config: RunConfig) -> Iterable[str]:
+    if config.trainer.zero == 3 and config.trainer.ddp:
+        yield (
+            f"trainer.ddp={yaml_text(config.trainer.ddp)}: has no effect with trainer.zero=3, whose "
+            "parameters are PyTorch's FSDP2's"
+        )
+
+
 def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
     if config.trainer.sequence_parallel and config.trainer.tp == 1:
         yield "trainer.sequence_parallel=true: needs trainer.tp of at least 2; it is 1"
@@ -809,6 +817,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_format_arguments,
     check_sequence_parallel,
     check_offload,
+    check_sharded,
     check_batch,
     check_partial_rollout,
     check_algorithm,

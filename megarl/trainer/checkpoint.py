@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from megarl.base.files import sync_folder
@@ -247,11 +248,11 @@ def runs(trainer: MegatronTrainer) -> dict[str, ElementRun]:
             LIVE: shard.live,
         }
         runs_by_name[names[shard.parameter]] = ElementRun(
-            shard.first, values, is_share=trainer.topology.zero == 1
+            shard.first, values, is_share=trainer.trained_zero == 1
         )
     for name, parameter in parameters.items():
         if not parameter.requires_grad:  # a router's bias, or a frozen weight
-            flat = parameter.detach().view(-1)
+            flat = trainer.live_weights(parameter).view(-1)
             runs_by_name[name] = ElementRun(
                 0, {LIVE: flat} if trainer.frozen else {MASTER: flat, LIVE: flat}, is_share=False
             )
@@ -557,8 +558,9 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
     )
     for shard in optimizer_shards(trainer.optimizer, trainer.live_weights):
         shard.live.copy_(shard.master)
-    if trainer.topology.zero == 1:
+    if trainer.trained_zero == 1:
         for chunk in trainer.ddp:
+            assert isinstance(chunk, DistributedDataParallel)
             chunk.start_param_sync(force_sync=True)
     problem = _difference(trainer, _totals(trainer), index)
     if problem:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,10 +46,18 @@ class FullyShardedChunk(_BaseDataParallel):
         """FSDP2 has reduced the gradients at the end of each backward pass."""
 
 
-def shard(chunks: Sequence[GPTModel], dtype: torch.dtype, *, trained: bool) -> None:
-    """Cuts all parameters of the chunks in place. Weights, all zero before, stay zero.
+def shard(
+    chunks: Sequence[GPTModel],
+    dtype: torch.dtype,
+    *,
+    trained: bool,
+    whole: set[torch.nn.Parameter],
+) -> None:
+    """Cuts the parameters of the chunks in place, except those in `whole`. Weights, all zero
+    before, stay zero.
 
-    dtype: the model's, in which parameters are gathered.
+    dtype: the model's, in which parameters are gathered. trained: whether the shards become master
+    weights.
     """
     # GPTModel returns its hidden states transposed. Nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -62,15 +71,17 @@ def shard(chunks: Sequence[GPTModel], dtype: torch.dtype, *, trained: bool) -> N
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    shard_module = partial(_shard_module, policy=policy, trained=trained, whole=whole)
     for chunk in chunks:
         for layer in [module for module in chunk.modules() if isinstance(module, TransformerLayer)]:
             experts = getattr(layer.mlp, "experts", None)
-            if experts is not None:
-                _shard_module(experts, of_experts, policy, trained=trained)
-            _shard_module(layer, dense, policy, trained=trained)
+            # Megatron's mark of parameters that have the experts' mesh
+            if experts is not None and not all(p.allreduce for p in experts.parameters()):
+                shard_module(experts, of_experts)
+            shard_module(layer, dense)
         # The rest is gathered from the forward pass to the end of the backward pass: the loss, too,
         # multiplies by the output layer's weight.
-        _shard_module(chunk, dense, policy, trained=trained)
+        shard_module(chunk, dense)
 
 
 def _group(group: Any) -> dist.ProcessGroup:
@@ -79,17 +90,22 @@ def _group(group: Any) -> dist.ProcessGroup:
 
 
 def _shard_module(
-    module: torch.nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, trained: bool
+    module: torch.nn.Module,
+    mesh: DeviceMesh,
+    *,
+    policy: MixedPrecisionPolicy,
+    trained: bool,
+    whole: set[torch.nn.Parameter],
 ) -> None:
-    """Shards the parameters of `module` that are not yet sharded."""
+    """Shards the parameters of `module` that are not yet sharded, but for those in `whole`."""
     attributes = {}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) or parameter in whole:
             continue
         if trained:
             parameter.data = torch.zeros_like(parameter.data, dtype=torch.float32)
         attributes[name] = vars(parameter)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
     sharded = dict(module.named_parameters())
     for name, values in attributes.items():  # Megatron's marks, which fully_shard does not keep
         vars(sharded[name]).update(values)
@@ -98,6 +114,18 @@ def _shard_module(
     module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     # A parameter without gradient on one rank, as of an expert without tokens, takes part.
     module.set_reduce_scatter_unused_params(True)
+
+
+@contextlib.contextmanager
+def gathered(chunk: torch.nn.Module) -> Iterator[None]:
+    """Gathers what is outside of the chunk's layers: embedding, last norm, output layer.
+
+    Does nothing if the parameters are not sharded.
+    """
+    if isinstance(chunk, FSDPModule):
+        chunk.unshard()
+    yield
+    reshard([chunk])
 
 
 def reshard(chunks: Sequence[torch.nn.Module]) -> None:
@@ -115,6 +143,15 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor.detach()
     return tensor.detach()
+
+
+def local_rows(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of `values`, which has the parameter's whole shape."""
+    if not isinstance(parameter, DTensor):
+        return values
+    group = parameter.device_mesh.get_group()
+    most = -(-len(values) // group.size())
+    return values[group.rank() * most : (group.rank() + 1) * most]
 
 
 @contextlib.contextmanager

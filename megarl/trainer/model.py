@@ -620,7 +620,7 @@ class MegatronModel:
     until a call of load_hf.
     """
 
-    TRAINED = False  # whether fully sharded parameters are master weights
+    TRAINED = False  # whether all weights are trained
 
     def __init__(
         self,
@@ -678,7 +678,9 @@ class MegatronModel:
         # of fully sharded parameters, the weights in the model's dtype if the shards are not
         self._rounded: dict[torch.Tensor, torch.Tensor] = {}
         if topology.zero == 3:
-            fully_sharded.shard(self.chunks, self.dtype, trained=self.TRAINED)
+            fully_sharded.shard(
+                self.chunks, self.dtype, trained=self.TRAINED, whole=self._whole_parameters()
+            )
             for parameter in self._parameters():
                 shard = fully_sharded.local_shard(parameter)
                 if shard.dtype != self.dtype:
@@ -690,6 +692,10 @@ class MegatronModel:
 
     def _build_chunks(self) -> list[GPTModel]:
         return build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
+
+    def _whole_parameters(self) -> set[torch.nn.Parameter]:
+        """The parameters that trainer.zero=3 does not shard."""
+        return set()
 
     def _find_mtp(self) -> MultiToken:
         return MultiToken(

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.models.spec import ModelSpec
 from megarl.trainer import layers
 from megarl.trainer.cpu_support import layer_spec
+from megarl.trainer.fully_sharded import gathered
 from megarl.trainer.layers import RMSNorm, packed_sequences
 from megarl.trainer.microbatch import MicroBatch
 from megarl.trainer.parallel import context_group, pipeline_group
@@ -131,7 +132,8 @@ def bring_embedding(first: GPTModel, head: MultiToken | None) -> None:
     if len(ranks) == 1:
         return
     if group.rank() == 0:
-        dist.send(first.embedding.word_embeddings.weight.data, ranks[-1], group=group)
+        with gathered(first):
+            dist.send(first.embedding.word_embeddings.weight.data, ranks[-1], group=group)
     elif group.rank() == group.size() - 1:
         assert head is not None
         dist.recv(head.embedding.word_embeddings.weight.data, ranks[0], group=group)

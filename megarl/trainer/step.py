@@ -13,10 +13,9 @@ gradient of sum(loss) / denominator over the global batch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple, cast
 
@@ -198,12 +197,19 @@ class MegatronTrainer(MegatronModel):
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(
             model, None, **kwargs
         )
+        # Adapters of a sharded model stay whole.
+        self.trained_zero = topology.zero if self.TRAINED else min(topology.zero, 1)
         self.ddp: list[DistributedDataParallel] | list[FullyShardedChunk]
-        if topology.zero == 3:
+        if self.trained_zero == 3:
             self.ddp = [FullyShardedChunk(config, chunk) for chunk in self.chunks]
         else:
             with passed_on("trainer.ddp", trainer.ddp):
-                self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)
+                self.ddp = parallel.data_parallel(
+                    config,
+                    replace(topology, zero=self.trained_zero),
+                    trainer.ddp,
+                    self.chunks,
+                )
         self.modules = [*self.ddp]
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
         if self.routing:
@@ -215,7 +221,7 @@ class MegatronTrainer(MegatronModel):
         settings = optimizer or trainer.optimizer
         with passed_on("trainer.optimizer.megatron", trainer.optimizer.megatron):
             self.optimizer = build_optimizer(
-                settings, trainer.optimizer, self.ddp, self.dtype, topology.zero
+                settings, trainer.optimizer, self.ddp, self.dtype, self.trained_zero
             )
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
         self._reference: dict[torch.Tensor, torch.Tensor] | MegatronModel | None = None
@@ -331,7 +337,7 @@ class MegatronTrainer(MegatronModel):
         watch(microbatch, outputs)
         if teachers:
             microbatch = self._taught(hidden, microbatch, temperature, teachers)
-        out = loss(outputs, dataclasses.replace(microbatch, entropy=entropy))
+        out = loss(outputs, replace(microbatch, entropy=entropy))
         computed = (
             hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
         )
@@ -399,7 +405,7 @@ class MegatronTrainer(MegatronModel):
             temperature=temperature,
             chunk_tokens=self.logprob_chunk_tokens,
         )
-        return dataclasses.replace(
+        return replace(
             microbatch, teachers=tuple(teacher(microbatch, divergence) for teacher in teachers)
         )
 
@@ -450,7 +456,7 @@ class MegatronTrainer(MegatronModel):
 
     def reload_masters(self) -> None:
         """Sets the master weights to the live weights."""
-        if self.topology.zero < 3:
+        if self.trained_zero < 3:
             reload_masters(self.optimizer)
         for parameter, rounded in self._rounded.items():
             fully_sharded.local_shard(parameter).copy_(rounded)

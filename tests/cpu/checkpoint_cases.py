@@ -8,20 +8,13 @@ from random import Random
 from typing import Any
 
 import trainer_cases
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models.registry import load_spec
 from megarl.reshard.layout import trainer_layout
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-}  # fmt: skip
 MOST_RANKS = 8
 DTYPES = ("float32", "bfloat16")
 Chain = dict[str, Any]  # name, model, dtype, layouts: see checkpoint_worker.py
@@ -55,6 +48,10 @@ KNOWN: list[tuple[str, str, dict[str, Any], str, list[dict[str, int]]]] = [
     [{"pp": 2, "dp": 2, "first_stage_layers": 1}, {}, {"dp": 3}]),
     ("no_experts_zero0", "deepseek_v3", DENSE_FIRST, "bfloat16", [
         {"pp": 2, "dp": 2, "ep": 2, "zero": 0, "first_stage_layers": 1}, {"pp": 2, "dp": 2},
+    ]),
+    ("sharded", "deepseek_v3", DENSE_FIRST, "bfloat16", [
+        {"tp": 2, "dp": 3, "zero": 3}, {"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "zero": 3},
+        {"pp": 2, "dp": 2, "zero": 3}, {"dp": 2, "zero": 0},
     ]),
 ]  # fmt: skip
 
@@ -124,7 +121,7 @@ def _layout(random: Random, layers: int, experts: bool) -> dict[str, int]:
         "vpp": [1, 1, 2],
         "cp": [1, 1, 2],
         "dp": [1, 2, 3, 4, 5, 6, 7],
-        "zero": [1, 1, 0],
+        "zero": [1, 3, 0],
     }
     axes |= {"ep": [1, 2, 4], "etp": [1, 2]} if experts else {}
     layout = {axis: random.choice(sizes) for axis, sizes in axes.items()}
@@ -153,7 +150,8 @@ def _model(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     config.pop("layer_types", None)
     if family not in ("qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_air", *trainer_cases.HYBRID):
         config.pop("head_dim", None)  # it was that of the earlier number of heads
-    return {**config, "architectures": [ARCHITECTURES[config["model_type"]]], **settings}
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
+    return {**config, "architectures": [architecture], **settings}
 
 
 def _chain(

@@ -75,6 +75,8 @@ def optimizer_states(
     """(parameter, first and end of the flattened elements, their master weights, Adam's state) for
     all that this rank's optimizers hold.
     """
+    from megarl.trainer.fully_sharded import local_shard
+
     for part in trainer.optimizer.chained_optimizers:
         adam = part.optimizer
         if adam is None:
@@ -104,7 +106,9 @@ def optimizer_states(
                 for p in chunk.parameters()
             }
             for master in masters:
-                yield owners[id(master)], 0, master.numel(), master, adam.state[master]
+                local = local_shard(master)
+                state = {key: local_shard(values) for key, values in adam.state[master].items()}
+                yield owners[id(master)], 0, local.numel(), local, state
 
 
 def optimizer_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -116,7 +120,8 @@ def optimizer_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor, torch.T
     names = {parameter: name for name, parameter in parameters.items()}
     assert ids.keys() == parameters.keys()
     for name, parameter in parameters.items():
-        yield name, parameter.data, value(WEIGHT, ids[name]).to(parameter.dtype)
+        live = trainer.live_weights(parameter)
+        yield name, live, value(WEIGHT, ids[name]).to(live.dtype)
     trained = set()
     for parameter, first, end, master, state in optimizer_states(trainer):
         trained.add(parameter)
@@ -173,6 +178,7 @@ def compare(trainer: Any) -> None:
         if trainer.topology.zero == 1:
             for chunk in trainer.ddp:
                 chunk.start_param_sync(force_sync=True)
+        trainer.round_masters()
     assert trainer.learning_rate.position == POSITION
     assert all(state["step"].item() == POSITION for *_, state in optimizer_states(trainer))
 

@@ -49,6 +49,7 @@ from megarl.trainer.hf_files import tensor_files
 pytestmark = pytest.mark.timeout(2400)
 BF16: list[tuple[str, dict[str, int]]] = [
     ("untied", {"tp": 2}),
+    ("tied", {"dp": 2, "zero": 3}),
     ("mixtral", {"dp": 2, "ep": 2}),
     ("gpt_oss", {"dp": 2, "ep": 2}),
 ]
@@ -188,7 +189,7 @@ def runs(
         ),
         *saving(2), *loads(2),
         {"run": "init", "name": "init.tp2", "model": untied, "topology": {"tp": 2}, "seed": 3},
-        train("tp2", tp=2), train("dp2", dp=2), logprobs(2),
+        train("tp2", tp=2), train("dp2", dp=2), train("zero3", dp=2, zero=3), logprobs(2),
     ])  # fmt: skip
     spawn(1, out, [
         *gradients(1),
@@ -497,7 +498,7 @@ def test_full_disk_leaves_the_previous_checkpoint(models: dict[str, Path], tmp_p
         assert not (tmp_path / "export").exists() and not (tmp_path / "export.partial").exists()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "dp2", "zero3"])
 def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout: str) -> None:
     """Four steps with warm-up, cosine schedule, clipping and weight decay, against PyTorch's AdamW
     in float64.

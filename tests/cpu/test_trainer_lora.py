@@ -32,12 +32,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": (
         "untied",
         ALL,
-        "single tp2 tp2_sp_recompute pp2 pp2_vpp2 cp2 dp2_zero0 dp2_zero1 tp2_pp2 tp4_sp",
+        "single tp2 tp2_sp_recompute pp2 pp2_vpp2 cp2 dp2_zero0 dp2_zero1 tp2_pp2 tp4_sp "
+        "dp2_zero3 tp2_dp2_sp_zero3",
     ),
     "tied": ("tied", ALL, "pp2"),
     "some": ("qwen2", ALL | {"targets": ["q_proj", "v_proj", "up_proj"]}, "tp2_sp_recompute"),
     "norms_after": ("olmo2", ALL, "tp2_sp_recompute tp4"),
-    "own": ("qwen3_moe", ALL, "single ep2 ep2_zero0 tp2_etp2 dp2_tp2_etp2_ep2"),
+    "own": ("qwen3_moe", ALL, "single ep2 ep2_zero0 ep2_zero3 tp2_etp2 dp2_tp2_etp2_ep2"),
     "shared": (
         "qwen3_moe",
         ALL | {"experts": "shared"},
@@ -46,7 +47,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "latent": ("deepseek_v3", ALL, "single tp2_ep2 cp2_ep2"),
 }
 # case -> the layout that saves, layouts that load
-CHECKPOINTS = {"llama": ("tp2_zero1", "single pp2"), "shared": ("ep2", "single pp2_vpp2_ep2")}
+CHECKPOINTS = {
+    "llama": ("tp2_zero1", "single pp2 dp2_zero3"),
+    "shared": ("ep2", "single pp2_vpp2_ep2"),
+}
 LOADS = [(case, layout) for case, (_, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
 DROPOUT = [("llama", "single"), ("llama", "recompute"), ("llama", "tp2"), ("own", "tp2_etp2")]
 LAYOUTS = LAYOUTS | {"recompute": (1, {}, {"recompute": True})}

@@ -23,7 +23,7 @@ from megarl.models.registry import load_spec
 pytestmark = pytest.mark.long
 
 TESTED = {
-    "glm4_moe": "single pp2 tp2_ep2 cp2_ep2 pp2_vpp2_ep2",
+    "glm4_moe": "single pp2 tp2_ep2 cp2_ep2 pp2_vpp2_ep2 ep2_zero3 pp2_vpp2_dp2_zero3",
     "deepseek_v3": "tp2_ep2",
     "qwen3_next": "tp2_ep2",
 }

@@ -307,13 +307,19 @@ REPLAYED = [
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # name -> (model, layout that saves, layouts that load; after the bar as above)
 CHECKPOINTS = {
-    "zero1": ("tied", "tp2_zero1", "dp2_zero1 pp2_vpp2 | tp4 single tp2_zero1 pp2 tp2_pp2"),
+    "zero1": (
+        "tied",
+        "tp2_zero1",
+        "dp2_zero1 dp2_zero3 pp2_vpp2 | tp4 single tp2_zero1 pp2 tp2_pp2",
+    ),
     "zero0": ("tied", "tp2", "pp2_zero0 | dp2_zero0"),
     "experts": ("deepseek_v3", "ep2", "pp2_vpp2_ep2 | single ep2"),
     "dense_first": ("glm4_moe", "ep2", "| tp2_ep2"),
     "sinks": ("gpt_oss", "ep2", "| tp2_ep2"),
     "gated_delta_nets": ("qwen3_next", "ep2", "tp2_ep2 |"),
     "repeated_heads": ("qwen3", "tp4_sp", "tp2_zero1 |"),
+    "sharded": ("tied", "dp2_zero3", "dp2_zero1 | single dp4_zero3 tp2_dp2_zero3 pp2_dp2_zero3"),
+    "sharded_experts": ("qwen3_moe", "ep2_zero3", "ep2 | dp4_ep2_zero3 tp2_dp2_ep2_zero3"),
     "experts_zero0": ("qwen3_moe", "ep2_zero0", "| dp2_zero0"),
 }
 

@@ -148,7 +148,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     from megarl.trainer.model import parameters_by_name
 
     t = trainer.topology
-    if t.zero == 3:
+    if trainer.trained_zero == 3:
         for name, parameter in parameters_by_name(trainer.chunks).items():
             if parameter.requires_grad:
                 parts[name] = local_shard(parameter.grad).clone()
@@ -169,7 +169,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
         ((buffer, (rank, size)),) = [
             entry for entry in buffers if parameter in entry[0].param_index_map
         ]
-        if t.zero == 1 and size > 1:
+        if trainer.trained_zero == 1 and size > 1:
             start, end, number = buffer.param_index_map[parameter]
             bucket = buffer.buckets[number]
             shard = bucket.grad_data.numel() // size
