@@ -350,6 +350,8 @@ class LoraTrainer(MegatronTrainer):
     adapters, so it takes no memory. Engines and exports get the model with merged adapters.
     """
 
+    TRAINED = False
+
     def __init__(
         self,
         spec: ModelSpec,
