@@ -62,12 +62,12 @@ def shard(
     # GPTModel returns its hidden states transposed. Nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    dense = DeviceMesh.from_group(
-        _group(parallel_state.get_data_parallel_group(with_context_parallel=True)), device_type
-    )
-    of_experts = DeviceMesh.from_group(
-        _group(parallel_state.get_expert_data_parallel_group()), device_type
-    )
+    group = _group(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dense = of_experts = DeviceMesh.from_group(group, device_type)
+    group_of_experts = _group(parallel_state.get_expert_data_parallel_group())
+    # DTensor takes meshes of the same ranks for one, and Megatron asks which group one has.
+    if dist.get_process_group_ranks(group_of_experts) != dist.get_process_group_ranks(group):
+        of_experts = DeviceMesh.from_group(group_of_experts, device_type)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )

@@ -281,6 +281,7 @@ def made_batch(plan: RunPlan, microbatches: int) -> Any:
 
 def resident_bytes(trainer: MegatronTrainer) -> dict[str, int]:
     """The bytes of the rank's weights, gradients and optimizer, over distinct storages."""
+    from megarl.trainer.fully_sharded import local_shard
 
     def total(tensors: Iterable[Any], without: set[int] = frozenset()) -> tuple[int, set[int]]:
         sizes = {
@@ -290,13 +291,9 @@ def resident_bytes(trainer: MegatronTrainer) -> dict[str, int]:
         }
         return sum(size for key, size in sizes.items() if key not in without), {*sizes}
 
-    weights, keys = total(p.data for chunk in trainer.chunks for p in chunk.parameters())
-    buffers = [
-        buffer
-        for chunk in trainer.ddp
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    gradients, _ = total(buffer.grad_data for buffer in buffers)
+    weights, keys = total(
+        trainer.live_weights(p) for chunk in trainer.chunks for p in chunk.parameters()
+    )
     adams = [
         part.optimizer
         for part in trainer.optimizer.chained_optimizers
@@ -309,7 +306,16 @@ def resident_bytes(trainer: MegatronTrainer) -> dict[str, int]:
         for p in adam.state
         for name in ("exp_avg", "exp_avg_sq")
     ]
-    optimizer, _ = total([*masters, *moments], keys)
+    optimizer, _ = total(map(local_shard, [*masters, *moments]), keys)
+    if trainer.trained_zero == 3:  # the first backward pass makes them
+        gradients = sum(local_shard(master).nbytes for master in masters)
+    else:
+        buffers = [
+            buffer
+            for chunk in trainer.ddp
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        gradients, _ = total(buffer.grad_data for buffer in buffers)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 

@@ -166,6 +166,7 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         ep=ep,
         etp=etp,
         dp=dp,
+        zero=draw(st.sampled_from([1, 1, 3])),
         first_stage_layers=first,
         last_stage_layers=last,
     )

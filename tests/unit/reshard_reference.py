@@ -7,6 +7,7 @@ It uses no boxes, pieces or layouts. It lists each family's tensors by name, ind
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -335,19 +336,44 @@ def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int
 def megatron(
     spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float, names: str = "local"
 ) -> HF:
-    """One rank of a trainer.
+    """One rank of a trainer: with zero=3, its rows of what data-parallel ranks share."""
+    local = megatron_replica(spec, hf, t, rank, fill, names)
+    if t.zero < 3:
+        return local
+    within = rank % (t.tp * t.cp * t.dp)
+    sharded = {}
+    for name, values in local.items():
+        count = t.dp * t.cp
+        index = within // t.tp
+        if ".experts." in name:
+            count = t.tp * t.cp * t.dp // (t.ep * t.etp)
+            index = within // (t.ep * t.etp)
+        if name.endswith("router.expert_bias"):
+            count = 1
+            index = 0
+        rows = math.ceil(len(values) / count)
+        sharded[name] = values[index * rows : (index + 1) * rows].clone()
+    return sharded
+
+
+def megatron_replica(
+    spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float, names: str = "local"
+) -> HF:
+    """One rank of a trainer whose data-parallel ranks have the same.
 
     Vocabulary padding holds `fill`. The order of ranks is tp, cp, dp, pp; for experts etp, ep,
     their replicas, pp.
     """
     if spec.mtp_layers:
-        local = megatron(replace(spec, mtp_layers=0, mtp_drafts=False), hf, t, rank, fill, names)
+        local = megatron_replica(
+            replace(spec, mtp_layers=0, mtp_drafts=False), hf, t, rank, fill, names
+        )
         stage_ranks = t.tp * t.cp * t.dp
         if rank // stage_ranks < t.pp - 1:
             return local
         one_stage = replace(t, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
         one_layer, layer_hf = decoder_layer_alone(spec, hf)
-        layer = megatron(one_layer, layer_hf, one_stage, rank % stage_ranks, fill, names)
+        layer = megatron_replica(one_layer, layer_hf, one_stage, rank % stage_ranks, fill, names)
         for name, values in layer.items():
             if ".layers." in name:
                 local[name.replace("decoder.layers.0.", "mtp_layer.mtp_model_layer.")] = values
