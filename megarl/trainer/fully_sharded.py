@@ -98,17 +98,20 @@ def _shard_module(
     whole: set[torch.nn.Parameter],
 ) -> None:
     """Shards the parameters of `module` that are not yet sharded, but for those in `whole`."""
-    attributes = {}
+    unsharded = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) or parameter in whole:
             continue
         if trained:
             parameter.data = torch.zeros_like(parameter.data, dtype=torch.float32)
-        attributes[name] = vars(parameter)
+        unsharded[name] = parameter
     fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
     sharded = dict(module.named_parameters())
-    for name, values in attributes.items():  # Megatron's marks, which fully_shard does not keep
-        vars(sharded[name]).update(values)
+    for name, parameter in unsharded.items():
+        # Megatron's marks, which fully_shard does not keep
+        vars(sharded[name]).update(vars(parameter))
+        # Until the next garbage collection, a cycle refers to the parameter.
+        parameter.data = parameter.data.new_empty(0)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # gradients are sums (step.py)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction

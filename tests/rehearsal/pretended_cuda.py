@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -586,7 +587,8 @@ class _Operations(TorchDispatchMode):
         if pins:
             self._pinned(out)
         for tensor in _tensors(out):
-            if tensor.device.type == "cuda":
+            # a DTensor's own storage has no memory; its local tensor is another tensor
+            if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
                 self._track(tensor)
         return out
 
@@ -637,16 +639,25 @@ class _Operations(TorchDispatchMode):
         key = storage._cdata
         if key in self.sizes:
             return
-        size = self.sizes[key] = storage.nbytes()
-        record = self.record
-        record.held_bytes += size
-        if record.held_bytes > record.peak_bytes:
-            record.peak_bytes = record.held_bytes
-            record.peak_at = call_site()[1]
+        self.sizes[key] = storage.nbytes()
+        self._grow(self.sizes[key])
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self.record.held_bytes -= self.sizes.pop(key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP2 frees gathered parameters so, and makes room for them again."""
+        if storage._cdata in self.sizes:
+            self._grow(storage.nbytes() - self.sizes[storage._cdata])
+            self.sizes[storage._cdata] = storage.nbytes()
+
+    def _grow(self, size_bytes: int) -> None:
+        record = self.record
+        record.held_bytes += size_bytes
+        if record.held_bytes > record.peak_bytes:
+            record.peak_bytes = record.held_bytes
+            record.peak_at = call_site()[1]
 
 
 @contextlib.contextmanager
@@ -654,5 +665,16 @@ def rehearsing(record: Record) -> Iterator[None]:
     """In this context all GPU tensors are fake, and so are tensors made from them."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     operations = _Operations(record)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
+        resize(storage, size_bytes)
+        operations.resized(storage)
+        return storage
+
     with torch.autograd.set_multithreading_enabled(False), _Functions(record), fake, operations:
-        yield
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
