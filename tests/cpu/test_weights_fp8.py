@@ -53,6 +53,7 @@ SHAPE = {
 OF_FAMILY = {
     # its head width is hidden_size / num_attention_heads, not head_dim
     "qwen2": {"hidden_size": 512},
+    "qwen3": {"head_dim": 128},
     "qwen3_moe": {"moe_intermediate_size": 256},
     "mixtral": {"hidden_size": 512},
     "glm4_moe": {"moe_intermediate_size": 256},
@@ -89,12 +90,15 @@ class Fp8Setting:
     ep: int = 1
     dtype: str = "float32"
     dp_attention: int = 1
+    kv_heads: int = 4  # of the model; TP4 with fewer of them cuts what belongs to a head
 
     def __str__(self) -> str:
         sizes = {"TP": self.tp, "EP": self.ep, "DPA": self.dp_attention}
-        return f"{self.family}-{self.quantization}-" + "x".join(
+        engine = "x".join(
             f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1
         )
+        heads = "" if self.kv_heads == 4 else f"-KV{self.kv_heads}"
+        return f"{self.family}-{self.quantization}-{engine}{heads}"
 
     @property
     def layouts(self) -> list[str]:
@@ -130,6 +134,11 @@ SETTINGS = [
     Fp8Setting("qwen3_5_moe", "fp8_block", 2, 2, "bfloat16"),
     Fp8Setting("deepseek_v3", "fp8_block", 2, 2),
     Fp8Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
+    Fp8Setting("llama", "fp8_block", 1, kv_heads=2),
+    Fp8Setting("qwen3", "fp8_block", 2, dtype="bfloat16", kv_heads=2),
+    Fp8Setting("llama", "fp8_channel", 2, kv_heads=2),
+    Fp8Setting("llama", "fp8_tensor", 2, kv_heads=2),
+    Fp8Setting("qwen3_next", "fp8_block", 1, dtype="bfloat16", kv_heads=2),
 ]
 CASES = [
     pytest.param(
@@ -152,7 +161,7 @@ class SyncedInFp8:
 @contextlib.contextmanager
 def open_synced(setting: Fp8Setting, folder: Path, key_file: Path) -> Iterator[SyncedInFp8]:
     folder = folder / str(setting)
-    shape = SHAPE | OF_FAMILY.get(setting.family, {})
+    shape = SHAPE | OF_FAMILY.get(setting.family, {}) | {"num_key_value_heads": setting.kv_heads}
     checkpoint = make_checkpoint(
         folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape
     )
