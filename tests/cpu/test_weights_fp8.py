@@ -28,8 +28,10 @@ from weights_rig import (
     Generator,
     OneAtATime,
     Result,
+    noted_grants,
     open_generator,
     receive,
+    receiver,
     unequal,
 )
 from weights_worker import Job, Sync
@@ -267,6 +269,41 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
         compare_with_fresh_engine(
             setting, reference.save(job.export, tmp_path / "fp8"), key_file, tmp_path, results[-1]
         )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.kv_heads == 2], ids=str)
+def test_deltas_where_ranks_share_a_head(
+    setting: Fp8Setting, engines, trainers, key_file, tmp_path
+):
+    """Strictly audited changes of three steps, by four tensor ranks of a model with two heads."""
+    synced = engines.of(setting)
+    with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub, trainers.kept():
+        job = Job(
+            model=str(synced.checkpoint),
+            dtype=setting.dtype,
+            trainer=setting.trainer("TP4"),
+            tp=setting.tp,
+            ep=setting.ep,
+            syncs=[Sync(version, SHARED_MEMORY, hub.address) for version in range(4)],
+            key_file=str(key_file),
+            port=free_port(),
+            folder=str(tmp_path),
+            quantization=setting.quantization,
+            audit="strict",
+            delta="auto",
+            lr=1e-6,  # small enough that most bits stay
+        )
+        granted = noted_grants(hub)
+        trainers.begin(job)
+        synced.generator.set_version(-1)
+        end = receiver(job.plan(SHARED_MEMORY), hub, job.key_file)
+        for _ in job.syncs:
+            synced.generator.take(end)
+    assert granted == ["F", "d", "d", "d"]
+    reference = Quantised.load(job.export, setting.quantization)
+    expected = reference.in_engine(load_spec(job.export), setting.tp, setting.ep)
+    assert unequal(synced.generator.memory(), expected) == []
 
 
 def compare_with_fresh_engine(
