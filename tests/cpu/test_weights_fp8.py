@@ -272,6 +272,7 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # with the start of an engine
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s.kv_heads == 2], ids=str)
 def test_deltas_where_ranks_share_a_head(
     setting: Fp8Setting, engines, trainers, key_file, tmp_path
