@@ -263,7 +263,7 @@ def test_windowed_layers_rotate_the_same_share_of_a_head(runs: Path) -> None:
 
 
 def test_parameters_that_no_family_declares_are_refused(runs: Path) -> None:
-    """Megarl would train them, and export a model without them."""
+    """MegaRL would train them, and export a model without them."""
     (results,) = saved(runs, "blocks")
     assert re.search(
         "Megatron's parameters of a llama model are not those that its family declares: "
