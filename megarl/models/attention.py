@@ -93,6 +93,8 @@ class Attention(TokenMixer):
             ("attention heads", sizes.num_attention_heads),
             ("key-value heads", tp if tp % kv == 0 else kv),
         )
+        if tp > kv:  # ranks then cut between rows of any kind
+            units += (("rows of queries, keys and values", self._projected_rows(sizes)),)
         prefix = "decoder.layers.{layer}.self_attention."
         parameters = []
         for suffix in self._suffixes:
@@ -232,7 +234,10 @@ class Attention(TokenMixer):
         """
         if tp <= sizes.num_kv_heads:
             return 0
-        queries = (2 if self.gated else 1) * sizes.num_attention_heads
+        return self._projected_rows(sizes)
+
+    def _projected_rows(self, sizes: Sizes) -> int:
+        queries = self._rows_per_query * sizes.num_attention_heads
         return (queries + 2 * sizes.num_kv_heads) * sizes.head_dim
 
     def unfused_elements(self, sizes: Sizes, tp: int) -> float:

@@ -168,6 +168,11 @@ class Experts:
                 f"num_experts_per_tok = {self.per_token} must be at most the number of "
                 f"experts, {self.count}"
             )
+        if self.groups and (self.count % self.groups or self.topk_groups > self.groups):
+            yield (
+                f"n_group = {self.groups} must divide the {self.count} experts, and be at least "
+                f"topk_group = {self.topk_groups}"
+            )
         if self.topk_groups < self.groups and self.per_token != 2 * self.topk_groups:
             # Megatron scores a group by num_experts_per_tok // topk_group of its experts, Hugging
             # Face and SGLang by two.

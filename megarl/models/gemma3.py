@@ -11,11 +11,10 @@ from megarl.models.attention import Attention
 from megarl.models.norms import Norms
 from megarl.models.parameters import Parameter
 from megarl.models.reading import read_common
-from megarl.models.registry import SLIDING, ConfigReader, rope_type
+from megarl.models.registry import FULL, SLIDING, ConfigReader, rope_type
 from megarl.models.spec import GELU_TANH, ModelSpec
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
-FULL = "full_attention"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
@@ -55,26 +54,29 @@ def _rope(reader: ConfigReader) -> dict[str, float]:
     Raises ConfigError for scaled rotary embeddings.
     """
     nested = reader.mapping("rope_parameters")
-    full = {**(nested.get(FULL) or {}), **reader.mapping("rope_scaling")}
-    windowed = nested.get(SLIDING) or {}
+    of_kinds = ConfigReader(reader.source, nested)
+    full = {**of_kinds.mapping(FULL), **reader.mapping("rope_scaling")}
+    windowed = of_kinds.mapping(SLIDING)
     if any(rope_type(rope) != "default" for rope in (nested, full, windowed)):
         kinds = sorted({rope_type(rope) for rope in (nested, full, windowed)} - {"default"})
         raise ConfigError(
             f"{reader.source}: rope_type = {kinds[0]!r} is not supported, only 'default' is"
         )
-    return {
-        FULL: float(full.get("rope_theta", reader.number("rope_theta", 1e6))),
-        SLIDING: float(windowed.get("rope_theta", reader.number("rope_local_base_freq", 1e4))),
-    }
+    thetas = {}
+    for kind, rope, key, default in (
+        (FULL, full, "rope_theta", 1e6),
+        (SLIDING, windowed, "rope_local_base_freq", 1e4),
+    ):
+        thetas[kind] = ConfigReader(reader.source, rope).number(
+            "rope_theta", reader.number(key, default)
+        )
+    return thetas
 
 
 def _windowed(reader: ConfigReader) -> tuple[int, ...]:
     pattern = reader.integer("sliding_window_pattern", 6)
-    layers = range(reader.integer("num_hidden_layers"))
-    kinds = reader.values.get("layer_types") or [
-        FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers
-    ]
-    return tuple(layer for layer in layers if kinds[layer] == SLIDING)
+    layers = range(1, reader.integer("num_hidden_layers") + 1)
+    return reader.windowed_layers([SLIDING if layer % pattern else FULL for layer in layers])
 
 
 def sglang_parameters(

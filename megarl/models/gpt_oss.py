@@ -10,7 +10,7 @@ from megarl.models.attention import Attention
 from megarl.models.paired_experts import PairedExperts
 from megarl.models.parameters import Parameter
 from megarl.models.reading import read_common
-from megarl.models.registry import SLIDING, ConfigReader
+from megarl.models.registry import FULL, SLIDING, ConfigReader
 from megarl.models.spec import CLAMPED_SWIGLU, ModelSpec
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -39,6 +39,8 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     reader.expect("hidden_act", "silu", "silu")
     for key in ("swiglu_alpha", "hidden_act_alpha"):  # Hugging Face's name, and SGLang's
         reader.expect(key, ALPHA, ALPHA)
+    layers = reader.integer("num_hidden_layers")
+    alternating = [FULL if layer % 2 else SLIDING for layer in range(layers)]
     spec = read_common(
         reader,
         "gpt_oss",
@@ -50,7 +52,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
             output_bias=True,
             sinks=True,
             window=reader.integer("sliding_window"),
-            windowed_layers=_windowed(reader),
+            windowed_layers=reader.windowed_layers(alternating),
             window_pool=0.8,
         ),
         experts=PairedExperts(
@@ -61,14 +63,6 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     )
     _check_rope(reader, spec)
     return spec
-
-
-def _windowed(reader: ConfigReader) -> tuple[int, ...]:
-    layers = range(reader.integer("num_hidden_layers"))
-    kinds = reader.values.get("layer_types")
-    return tuple(
-        layer for layer in layers if (kinds[layer] == SLIDING if kinds else layer % 2 == 0)
-    )
 
 
 def _check_rope(reader: ConfigReader, spec: ModelSpec) -> None:

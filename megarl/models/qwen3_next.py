@@ -17,13 +17,11 @@ from megarl.models.experts import Experts
 from megarl.models.gated_delta_net import GatedDeltaNet
 from megarl.models.norms import Norms
 from megarl.models.reading import read_common
-from megarl.models.registry import ConfigReader
+from megarl.models.registry import FULL, LINEAR, ConfigReader
 from megarl.models.spec import ModelSpec
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 PREDICTION = multi_token.QWEN
-LINEAR = "linear_attention"
-FULL = "full_attention"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
@@ -130,6 +128,6 @@ def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:
     kinds = []
     for layer in layers:
         kinds.append(FULL if (layer + 1) % interval == 0 else LINEAR)
-    if (reader.values.get("layer_types") or kinds) != kinds:
+    if (reader.layer_kinds() or kinds) != kinds:
         reader.expect("layer_types", kinds, kinds)
     return tuple(layer for layer in layers if kinds[layer] == LINEAR)

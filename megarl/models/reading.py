@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.models.experts import Experts
-from megarl.models.registry import SLIDING, ConfigReader
+from megarl.models.registry import FULL, SLIDING, ConfigReader
 from megarl.models.spec import ModelSpec
 
 
@@ -45,13 +45,12 @@ def read_common(reader: ConfigReader, family: str, **family_fields: Any) -> Mode
         raise ConfigError(problems)
     attention = family_fields.get("attention")
     kinds_known = "linear_attention" in family_fields or (attention and attention.window)
-    if not kinds_known and (kinds := reader.value("layer_types")):
-        if reader.window_has_effect():
-            whole_context = ["full_attention"]
-        else:
-            whole_context = ["full_attention", SLIDING]
-        if not set(kinds) <= set(whole_context):
-            reader.expect("layer_types", kinds, ["full_attention"] * len(kinds))
+    if not kinds_known and (kinds := reader.layer_kinds()):
+        whole_context = {FULL}
+        if SLIDING in kinds and not reader.window_has_effect():
+            whole_context.add(SLIDING)
+        if not set(kinds) <= whole_context:
+            reader.expect("layer_types", kinds, [FULL] * len(kinds))
     theta, scaling = reader.rope()
     fields = {
         "num_layers": reader.integer("num_hidden_layers"),
@@ -83,7 +82,7 @@ def expect_no_window_of_qwen(reader: ConfigReader) -> None:
     If `use_sliding_window` is true, their layers from `max_window_layers` on have windows.
     """
     reader.assume(use_sliding_window=False, sliding_window=4096, max_window_layers=28)
-    kinds = reader.value("layer_types")
+    kinds = reader.layer_kinds()
     first_window = reader.integer("max_window_layers", minimum=0)
     windowed = SLIDING in kinds if kinds else first_window < reader.integer("num_hidden_layers")
     if reader.flag("use_sliding_window", False) and windowed:

@@ -16,7 +16,7 @@ import os
 import pkgutil
 import re
 import runpy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -32,13 +32,19 @@ from megarl.models.family import REQUIRED, Family
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.spec import LM, ModelSpec, differing
 
-SLIDING = "sliding_attention"  # value of a windowed layer in `layer_types`
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+LINEAR = "linear_attention"  # values of `layer_types`
 CAUSAL_LM = "ForCausalLM"
 CLASSIFICATION = "ForSequenceClassification"  # suffixes of architectures: head LM, head SCALAR
 
 
 # Keys of rotary embeddings that Transformers requires.
 ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+ROPE_NUMBERS = (
+    "factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast beta_slow "
+    "mscale mscale_all_dim attention_factor"
+).split()
 # Keys that change what a model computes, in one vendor alone or in models of other families, and
 # their values without effect.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -111,8 +117,9 @@ class ConfigReader:
         value = self.value(key)
         if value is None:
             return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ConfigError(f"{self.source}: {key} = {value!r} is not a number")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise ConfigError(f"{self.source}: {key} = {value!r} is not a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -147,7 +154,35 @@ class ConfigReader:
             raise ConfigError(
                 f"{self.source}: the rotary embedding of type {kind} lacks {', '.join(missing)}"
             )
+        of_scaling = ConfigReader(self.source, scaling)
+        for key in ROPE_NUMBERS:
+            of_scaling.number(key, 1.0)
         return theta, scaling
+
+    def layer_kinds(self) -> list[str] | None:
+        """`layer_types`, one for each layer; None if the file does not have it."""
+        kinds = self.value("layer_types")
+        if kinds is None:
+            return None
+        layers = self.integer("num_hidden_layers")
+        is_list = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+        if not is_list or len(kinds) != layers:
+            raise ConfigError(
+                f"{self.source}: layer_types must be a list with a name for each of the "
+                f"num_hidden_layers = {layers} layers"
+            )
+        return kinds
+
+    def windowed_layers(self, otherwise: Sequence[str]) -> tuple[int, ...]:
+        """The layers with a window: those of `layer_types`, or else of `otherwise`."""
+        kinds = self.layer_kinds() or otherwise
+        unknown = sorted(set(kinds) - {SLIDING, FULL})
+        if unknown:
+            raise ConfigError(
+                f"{self.source}: layer_types has {', '.join(unknown)}; only {FULL} and {SLIDING} "
+                "are supported"
+            )
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
 
     def partial_rotary_factor(self, default: float = 1.0) -> float:
         """The factor beside theta, or else from its own key."""
@@ -215,9 +250,22 @@ class ConfigReader:
             spec = family.read_spec(self)
         except ConfigError as error:
             raise ConfigError([*self.unsupported.values(), *error.problems]) from error
-        if self.unsupported:
-            raise ConfigError([*self.unsupported.values()])
-        return spec
+        problems = [*self.unsupported.values()]
+        problems += [f"{self.source}: {problem}" for problem in spec.problems()]
+        if problems:
+            raise ConfigError(problems)
+        return replace(
+            spec, padding_token=_padding_token(self.value("pad_token_id"), spec.vocab_size)
+        )
+
+    def refuse_keys(self, keys: Iterable[str], architecture: str) -> None:
+        """Notes those of `keys`, from WITHOUT_EFFECT, that have an effect."""
+        for key in keys:
+            if self.values.get(key) not in WITHOUT_EFFECT[key]:
+                self.unsupported[key] = (
+                    f"{self.source}: {key} = {self.values[key]!r} is not supported for "
+                    f"{architecture}"
+                )
 
 
 def load_spec(
@@ -467,17 +515,9 @@ def _read_decoder(
             f"{source}: architectures = {values['architectures']!r} is not supported{near}; "
             f"supported: {allowed}"
         )
-    values = of_language(values)
-    reader = ConfigReader(source, values)
-    for key, neutral in WITHOUT_EFFECT.items():
-        if values.get(key) not in neutral:
-            reader.unsupported[key] = (
-                f"{source}: {key} = {values[key]!r} is not supported for {architecture}"
-            )
-    spec = reader.spec(families[architecture])
-    return replace(
-        spec, padding_token=_padding_token(reader.value("pad_token_id"), spec.vocab_size)
-    )
+    reader = ConfigReader(source, of_language(values))
+    reader.refuse_keys(WITHOUT_EFFECT, architecture)
+    return reader.spec(families[architecture])
 
 
 def of_language(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -551,6 +591,11 @@ def _padding_token(token_id: Any, vocab_size: int) -> int | None:
 
 
 def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: str) -> ModelSpec:
+    """Raises ConfigError also for keys that change the model, and that the module does not read."""
+    if name in _modules():
+        raise ConfigError(
+            f"model.family={name}: megarl.models has a module of this name; rename yours"
+        )
     module = find_module(name, f"model.family={name}")
     missing = [declared for declared in REQUIRED if not hasattr(module, declared)]
     if missing:
@@ -563,7 +608,12 @@ def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: s
             f"{source}: architectures = {architecture!r}; model.family={name} is for "
             f"{', '.join(module.ARCHITECTURES)}"
         )
-    return replace(ConfigReader(source, values).spec(Family.of(module)), family=name)
+    reader = ConfigReader(source, noting := _Noting(values))
+    spec = reader.spec(Family.of(module))
+    reader.refuse_keys(sorted(WITHOUT_EFFECT.keys() - noting.read), architecture)
+    if reader.unsupported:
+        raise ConfigError([*reader.unsupported.values()])
+    return replace(spec, family=name)
 
 
 def _config_file(model: str, setting: str) -> Path:

@@ -42,6 +42,38 @@ class ModelSpec(Sizes):
     # depends on it.
     padding_token: int | None = field(default=None, compare=False)
 
+    def problems(self) -> Iterator[str]:
+        """Sizes and blocks that do not fit each other."""
+        attention = self.attention
+        if self.num_attention_heads % self.num_kv_heads:
+            yield (
+                f"{self.num_attention_heads} attention heads are not a multiple of "
+                f"{self.num_kv_heads} key-value heads"
+            )
+        rotated = attention.rotated_dims(self)
+        if rotated % 2 or not rotated:
+            yield f"{rotated} dims of each head are rotated; it must be an even number above 0"
+        if not (self.norms.before or self.norms.after):
+            yield "norms must be before or after attention and MLP"
+        if attention.qk_norm_of_all_heads and not attention.qk_norm:
+            yield "qk_norm_of_all_heads needs qk_norm"
+        if bool(attention.windowed_layers) > bool(attention.window):
+            yield "windowed_layers need a window"
+        has_biases = self.experts is not None and self.experts.BIASES
+        if attention.output_bias != has_biases or (has_biases and self.dense_layers):
+            yield (
+                "Megatron has a bias in all linear layers or, but for q, k and v, in none: "
+                "output_bias needs experts with biases in every layer, and these need it"
+            )
+        if self.experts and self.dense_layers >= self.num_layers:
+            yield (
+                f"the first {self.dense_layers} layers are dense, so none of {self.num_layers} "
+                "has experts"
+            )
+        numbered = {*attention.windowed_layers, *self.linear_layers}
+        if not numbered <= {*range(self.num_layers)}:
+            yield f"a block is for layers that are not among the {self.num_layers}"
+
     def with_scalar_head(self) -> ModelSpec:
         """The same decoder with a scalar head, which shares no weights with the embedding."""
         return replace(self, head=SCALAR, tie_word_embeddings=False, mtp_layers=0, mtp_drafts=False)

@@ -123,6 +123,14 @@ MODULES_OF_ATTENTION = {
         MLATransformerConfig, LatentAttention, "kv_layernorm"
     ),
 }
+
+
+def modules_of(attention: Attention) -> AttentionModules:
+    """Those of the block's class, or else of the nearest class that it extends."""
+    classes = type(attention).__mro__
+    return next(MODULES_OF_ATTENTION[name] for name in classes if name in MODULES_OF_ATTENTION)
+
+
 _OF_MTP = "mtp_layer.mtp_model_layer."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(
@@ -211,7 +219,7 @@ def transformer_config(
     if "attention_backend" in settings:
         settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
     with passed_on("trainer.megatron", trainer.megatron):
-        config = MODULES_OF_ATTENTION[type(spec.attention)].config(**settings)
+        config = modules_of(spec.attention).config(**settings)
     for name, value in _yarn_settings(spec).items():
         setattr(config, name, value)
     return config
@@ -425,7 +433,7 @@ def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
     on_cpu = model.config.use_cpu_initialization
     rope = RotaryEmbedding(
         spec.head_dim,
-        1.0,
+        spec.partial_rotary_factor,
         rotary_base=spec.attention.windowed_rope_theta,  # type: ignore[arg-type]
         use_cpu_initialization=on_cpu,
     )
@@ -543,7 +551,7 @@ def _local_layer_spec(
     """The spec of a layer of Megatron's own modules, with the norms and the attention of
     `layers`.
     """
-    modules = MODULES_OF_ATTENTION[type(spec.attention)]
+    modules = modules_of(spec.attention)
     layer = get_gpt_layer_local_spec(
         experts,
         config.moe_grouped_gemm,
@@ -691,7 +699,26 @@ class MegatronModel:
         self.replay: RoutingReplay | None = None
 
     def _build_chunks(self) -> list[GPTModel]:
-        return build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
+        chunks = build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
+        self._check_parameters(chunks)
+        return chunks
+
+    def _check_parameters(self, chunks: list[GPTModel]) -> None:
+        """Raises ConfigError if Megatron has other parameters than the layout: one more would be
+        trained, and reach no engine and no export.
+        """
+        declared = {t.name: tuple(t.shape) for t in self.layout.tensors(dist.get_rank())}
+        built = {name: tuple(values.shape) for name, values in parameters_by_name(chunks).items()}
+        differing = []
+        for name in sorted(declared.keys() | built.keys()):
+            if declared.get(name) != built.get(name):
+                differing.append(f"{name} {built.get(name)}, not {declared.get(name)}")
+        if differing:
+            raise ConfigError(
+                f"model.path: Megatron's parameters of a {self.spec.family} model are not those "
+                f"that its family declares: {'; '.join(differing[:3])}"
+                + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+            )
 
     def _whole_parameters(self) -> set[torch.nn.Parameter]:
         """The parameters that trainer.zero=3 does not shard."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 from loops import has_ended
 from sglang_engine import make_checkpoint, start_engine
-from weights_rig import Generator, receiver
+from weights_rig import GIVEN_UP, Generator, receiver
 from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.base.rollout_types import Version
@@ -135,7 +135,7 @@ def threads(*ranks: Future, hub: Hub) -> Iterator[None]:
     finally:
         for rank in range(len(ranks)):
             with contextlib.suppress(RuntimeError):  # it has already ended
-                for message in (WeightsGrant(99), WeightsApplied(99, True, 0.0, 0)):
+                for message in (WeightsGrant(GIVEN_UP), WeightsApplied(GIVEN_UP, True, 0.0, 0)):
                     hub.send(f"trainer.{rank}", message)
         for outcome in ranks:
             outcome.exception(DEADLINE_S)

@@ -7,6 +7,7 @@ files that the ranks saved.
 from __future__ import annotations
 
 import math
+import re
 import signal
 import sys
 from pathlib import Path
@@ -195,6 +196,7 @@ def runs(
         *gradients(1),
         *loads(1), logprobs(1),
         checkpoint("other_settings", "zero1", "single") | {"optimizer": OTHER},
+        {"run": "blocks", "name": "blocks", "model": untied, "topology": {}},
         {"run": "settings_on_gpus", "name": "settings_on_gpus", "model": untied},
         {"run": "megatron_settings", "name": "megatron_settings", "model": untied, "topology": {},
         "optimizer": SETTINGS["optimizer"],
@@ -254,6 +256,21 @@ def test_gradients_equal_autograd_of_the_formula(
         if kind != "dropped":
             assert step["sums"]["tokens"] == expected["tokens"]
             assert step["entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
+
+
+def test_windowed_layers_rotate_the_same_share_of_a_head(runs: Path) -> None:
+    (results,) = saved(runs, "blocks")
+    assert results["windowed"] == results["plain"]
+
+
+def test_parameters_that_no_family_declares_are_refused(runs: Path) -> None:
+    """MegaRL would train them, and export a model without them."""
+    (results,) = saved(runs, "blocks")
+    assert re.search(
+        "Megatron's parameters of a llama model are not those that its family declares: "
+        r"decoder.layers.0.mlp.linear_fc1.bias \(96,\), not None; .* and 9 more",
+        results["biased"],
+    )
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)

@@ -55,14 +55,26 @@ class ServedInFp8(Served):
         )
 
 
-@pytest.mark.parametrize("quantization", ["fp8_block", "fp8_channel", "fp8_tensor"])
+@pytest.mark.parametrize(
+    ("quantization", "kv_heads", "layout"),
+    [
+        ("fp8_block", 4, "TP2"),
+        ("fp8_channel", 4, "TP2"),
+        ("fp8_tensor", 4, "TP2"),
+        ("fp8_channel", 2, "TP4"),  # two ranks share a head
+    ],
+)
 def test_adapters_beside_weights_in_fp8(
-    quantization: str, trainers: Trainers, key_file: Path, tmp_path: Path
+    quantization: str,
+    kv_heads: int,
+    layout: str,
+    trainers: Trainers,
+    key_file: Path,
+    tmp_path: Path,
 ) -> None:
     config = LoraConfig(rank=4, alpha=8.0, targets=["all"])
-    checkpoint = make_checkpoint(
-        tmp_path / "model", 1, torch.float32, False, "llama", num_hidden_layers=LAYERS, **SHAPE
-    )
+    shape = SHAPE | {"num_hidden_layers": LAYERS, "num_key_value_heads": kv_heads}
+    checkpoint = make_checkpoint(tmp_path / "model", 1, torch.float32, False, "llama", **shape)
     shutil.copytree(checkpoint, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
     dequantised = Quantised.load(checkpoint, quantization).save_dequantised(
         checkpoint, tmp_path / "dequantised"
@@ -78,7 +90,7 @@ def test_adapters_beside_weights_in_fp8(
             trainers,
             key_file,
             tmp_path,
-            "TP2",
+            layout,
             EACH,
             TRANSPORTS,
             exports=EXPORTS,

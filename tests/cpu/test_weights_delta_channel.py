@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+from concurrent.futures import Future
 from threading import Event
 from typing import Any
 
@@ -19,17 +20,16 @@ import faulty_transports
 import psutil
 import pytest
 import torch
-from fault_site import Site, kill_worker, threads, unusable_after
+from fault_site import TRAINER, Site, kill_worker, threads, unusable_after
 from faulty_transports import HOOKED
 from held_weights import as_process, as_thread
 from test_weights_faults import KINDS, REST_IN_LONG, WRITE_S, hub, site, whole_site  # noqa: F401  fixtures
-from weights_rig import receiver, unequal
-from weights_worker import DEADLINE_S
+from weights_rig import noted_grants, receiver, unequal
+from weights_worker import DEADLINE_S, Job
 
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import WeightsGrant, decode
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.commands import Recall
 from megarl.weight_sync.transports.base import GLOO, SHARED_MEMORY
@@ -38,19 +38,8 @@ SHARE = 0.02  # this share of the elements changes between versions (weights_wor
 
 
 @pytest.fixture
-def granted(hub, monkeypatch) -> list[str]:
-    """What trainer rank 0 may send: "d" changes, "F" everything."""
-    grants = []
-    send = hub._send
-
-    def note(peer: str, body: bytes) -> None:
-        message = decode(body)
-        if isinstance(message, WeightsGrant) and peer == "trainer.0" and message.version < 99:
-            grants.append("d" if message.delta else "F")
-        send(peer, body)
-
-    monkeypatch.setattr(hub, "_send", note)
-    return grants
+def granted(hub) -> list[str]:
+    return noted_grants(hub)
 
 
 @pytest.fixture(autouse=True)
@@ -65,16 +54,19 @@ def begin(site: Site, hub, kind: str, versions: int, **changes: Any):
     job = site.job(
         hub, kind, versions=tuple(range(versions)), audit="strict", changing=SHARE, **changes
     )
+    return receiver(job.plan(kind), hub, job.key_file), ranks_of(job)
+
+
+def ranks_of(job: Job) -> list[Future]:
     go = Event()
     go.set()
-    return receiver(job.plan(kind), hub, job.key_file), [
-        as_thread(rank, job, go) for rank in range(2)
-    ]
+    return [as_thread(rank, job, go) for rank in range(job.plan().trainer_topology.world_size)]
 
 
+@pytest.mark.parametrize("trainer", [TRAINER, {"tp": 4}], ids=["TP2", "TP4"])  # on 2 kv heads
 @pytest.mark.parametrize("kind", REST_IN_LONG)
-def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):
-    ends, ranks = begin(site, hub, kind, 5)
+def test_the_memory_is_that_of_full_updates(site, hub, granted, kind, trainer):
+    ends, ranks = begin(site, hub, kind, 5, trainer=trainer)
     with threads(*ranks, hub=hub):
         for _ in range(5):
             site.generator.take(ends)
@@ -85,12 +77,11 @@ def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):
     by_delta = site.generator.memory()
     site.generator.scramble()
     with contextlib.closing(Hub("generator.0", site.key)) as full_hub:
-        last = site.job(full_hub, SHARED_MEMORY, versions=(0, 4), changing=SHARE, delta="off")
+        settings = {"changing": SHARE, "delta": "off", "trainer": trainer}
+        last = site.job(full_hub, SHARED_MEMORY, versions=(0, 4), **settings)
         full = receiver(last.plan(), full_hub, last.key_file)
-        go = Event()
         site.generator.set_version(-1)
-        go.set()
-        with threads(*(as_thread(rank, last, go) for rank in range(2)), hub=full_hub):
+        with threads(*ranks_of(last), hub=full_hub):
             site.generator.take(full)
             site.generator.scramble()
             site.generator.take(full)

@@ -28,8 +28,10 @@ from weights_rig import (
     Generator,
     OneAtATime,
     Result,
+    noted_grants,
     open_generator,
     receive,
+    receiver,
     unequal,
 )
 from weights_worker import Job, Sync
@@ -53,6 +55,7 @@ SHAPE = {
 OF_FAMILY = {
     # its head width is hidden_size / num_attention_heads, not head_dim
     "qwen2": {"hidden_size": 512},
+    "qwen3": {"head_dim": 128},
     "qwen3_moe": {"moe_intermediate_size": 256},
     "mixtral": {"hidden_size": 512},
     "glm4_moe": {"moe_intermediate_size": 256},
@@ -89,12 +92,15 @@ class Fp8Setting:
     ep: int = 1
     dtype: str = "float32"
     dp_attention: int = 1
+    kv_heads: int = 4  # of the model; TP4 with fewer of them cuts what belongs to a head
 
     def __str__(self) -> str:
         sizes = {"TP": self.tp, "EP": self.ep, "DPA": self.dp_attention}
-        return f"{self.family}-{self.quantization}-" + "x".join(
+        engine = "x".join(
             f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1
         )
+        heads = "" if self.kv_heads == 4 else f"-KV{self.kv_heads}"
+        return f"{self.family}-{self.quantization}-{engine}{heads}"
 
     @property
     def layouts(self) -> list[str]:
@@ -130,6 +136,11 @@ SETTINGS = [
     Fp8Setting("qwen3_5_moe", "fp8_block", 2, 2, "bfloat16"),
     Fp8Setting("deepseek_v3", "fp8_block", 2, 2),
     Fp8Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
+    Fp8Setting("llama", "fp8_block", 1, kv_heads=2),
+    Fp8Setting("qwen3", "fp8_block", 2, dtype="bfloat16", kv_heads=2),
+    Fp8Setting("llama", "fp8_channel", 2, kv_heads=2),
+    Fp8Setting("llama", "fp8_tensor", 2, kv_heads=2),
+    Fp8Setting("qwen3_next", "fp8_block", 1, dtype="bfloat16", kv_heads=2),
 ]
 CASES = [
     pytest.param(
@@ -152,7 +163,7 @@ class SyncedInFp8:
 @contextlib.contextmanager
 def open_synced(setting: Fp8Setting, folder: Path, key_file: Path) -> Iterator[SyncedInFp8]:
     folder = folder / str(setting)
-    shape = SHAPE | OF_FAMILY.get(setting.family, {})
+    shape = SHAPE | OF_FAMILY.get(setting.family, {}) | {"num_key_value_heads": setting.kv_heads}
     checkpoint = make_checkpoint(
         folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape
     )
@@ -258,6 +269,42 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
         compare_with_fresh_engine(
             setting, reference.save(job.export, tmp_path / "fp8"), key_file, tmp_path, results[-1]
         )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)  # with the start of an engine
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.kv_heads == 2], ids=str)
+def test_deltas_where_ranks_share_a_head(
+    setting: Fp8Setting, engines, trainers, key_file, tmp_path
+):
+    """Strictly audited changes of three steps, by four tensor ranks of a model with two heads."""
+    synced = engines.of(setting)
+    with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub, trainers.kept():
+        job = Job(
+            model=str(synced.checkpoint),
+            dtype=setting.dtype,
+            trainer=setting.trainer("TP4"),
+            tp=setting.tp,
+            ep=setting.ep,
+            syncs=[Sync(version, SHARED_MEMORY, hub.address) for version in range(4)],
+            key_file=str(key_file),
+            port=free_port(),
+            folder=str(tmp_path),
+            quantization=setting.quantization,
+            audit="strict",
+            delta="auto",
+            lr=1e-6,  # small enough that most bits stay
+        )
+        granted = noted_grants(hub)
+        trainers.begin(job)
+        synced.generator.set_version(-1)
+        end = receiver(job.plan(SHARED_MEMORY), hub, job.key_file)
+        for _ in job.syncs:
+            synced.generator.take(end)
+    assert granted == ["F", "d", "d", "d"]
+    reference = Quantised.load(job.export, setting.quantization)
+    expected = reference.in_engine(load_spec(job.export), setting.tp, setting.ep)
+    assert unequal(synced.generator.memory(), expected) == []
 
 
 def compare_with_fresh_engine(

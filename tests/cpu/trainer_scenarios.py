@@ -6,6 +6,7 @@ A function `scenario_…` runs on every rank, and its result is saved.
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from trainer_rig import (
 )
 
 from megarl.base.geometry import TrainerTopology
+from megarl.config.errors import ConfigError
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.registry import load_spec
 from megarl.trainer import hf_io
@@ -56,6 +58,30 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         results["replayed"] = one_step(trainer, replayed)
         results["replayed_logprobs"] = all_logprobs(trainer, replayed, temperature=TEMPERATURE)
         results["afterwards"] = all_logprobs(trainer, all_sequences, temperature=TEMPERATURE)
+    return results
+
+
+def scenario_blocks(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Log-probs of a model that rotates half of each head, and of the same with windows that hide
+    nothing; the error for a model with biases that its family does not declare.
+    """
+    spec = replace(load_spec(scenario["model"]), partial_rotary_factor=0.5)
+    windowed = replace(
+        spec.attention,
+        window=spec.max_position_embeddings,
+        windowed_layers=tuple(range(spec.num_layers)),
+        windowed_rope_theta=spec.rope_theta,
+    )
+    biased = replace(spec.attention, output_bias=True)
+    results = {}
+    for name, attention in (("plain", spec.attention), ("windowed", windowed), ("biased", biased)):
+        try:
+            trainer = make(scenario, plain_adam(lr=0.0), spec=replace(spec, attention=attention))
+        except ConfigError as error:
+            results[name] = str(error)
+            continue
+        trainer.load_hf(scenario["model"])
+        results[name] = all_logprobs(trainer, sequences(spec.vocab_size))
     return results
 
 

@@ -24,6 +24,7 @@ from megarl.config.errors import ConfigError
 from megarl.generator.client import EngineClient, EngineError, EngineUnreachable
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, RunKey
+from megarl.messaging.messages import WeightsGrant, decode
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import trainer_layout
@@ -37,6 +38,7 @@ from megarl.weight_sync.transports.shared_memory import view_at
 from megarl.weight_sync.workers import Workers, connect
 
 RANKS = 4  # of the largest trainer
+GIVEN_UP = 99  # a version that ends ranks which still wait
 # to score
 SEQUENCES = [
     [1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))
@@ -286,6 +288,24 @@ def receiver(plan: RunPlan, hub: Hub, key_file: str | Path) -> WeightsReceiver:
     base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
     source = sent_layout(plan, base, layer_spec())
     return WeightsReceiver(plan, source, hub, str(key_file))
+
+
+def noted_grants(hub: Hub) -> list[str]:
+    """What trainer rank 0 may send, noted as the hub grants it: "d" only changes (or only
+    adapters), "F" everything.
+    """
+    grants = []
+    send = hub._send
+
+    def note(peer: str, body: bytes) -> None:
+        message = decode(body)
+        is_grant = isinstance(message, WeightsGrant) and message.version < GIVEN_UP
+        if is_grant and peer == "trainer.0":
+            grants.append("d" if message.delta else "F")
+        send(peer, body)
+
+    hub._send = note
+    return grants
 
 
 def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:

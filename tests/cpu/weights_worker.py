@@ -74,6 +74,7 @@ class Job(msgspec.Struct, frozen=True):
     exports: list[int] | None = None
     delta: str = ""  # weights.delta; "": auto if something is `changing`
     speculative: dict[str, Any] = {}  # SpeculativeConfig's
+    lr: float = 0.02  # large enough that every tensor changes in bfloat16 too
 
     @property
     def export(self) -> Path:
@@ -84,8 +85,7 @@ class Job(msgspec.Struct, frozen=True):
         config = RunConfig(
             model=ModelConfig(path=self.model, dtype=self.dtype),
             data=DataConfig(train=MixtureConfig(source="synthetic:chain")),
-            # Large enough that every tensor changes in bfloat16 too.
-            trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
+            trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=self.lr)),
             generator=GeneratorConfig(
                 tp=self.tp,
                 ep=self.ep,

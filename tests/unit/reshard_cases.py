@@ -72,8 +72,10 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     dp_attention = 1
     if device == "cuda" and name in DP_ATTENTION_FAMILIES:
         dp_attention = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0]))
-    kv = draw(st.sampled_from([tp, 2 * tp, 4 * tp] if device == "cpu" or tp == 3 else [1, 2, 4, 8]))
-    if device == "cuda" and ((kv % generator_tp and generator_tp % kv) or (kv % tp and tp % kv)):
+    # 3 ranks cannot share one head, as 3 does not divide its rows
+    fitting = [n for n in (1, 2, 3, 4, 8, 12) if n % tp == 0 or (tp % n == 0 and tp != 3)]
+    kv = draw(st.sampled_from(fitting))
+    if device == "cuda" and kv % generator_tp and generator_tp % kv:
         kv = tp * generator_tp
     heads = kv * draw(st.sampled_from([1, 2, 3]))
     if kv % tp or device == "cuda":

@@ -229,6 +229,13 @@ def test_family_of_the_page():
     [
         ({**CONFIG, "clip_qkv": 8.0}, "my_family", "clip_qkv = 8.0 is not supported"),
         (
+            {**CONFIG, "residual_multiplier": 0.2},
+            "my_family",
+            "residual_multiplier = 0.2 is not supported for IQuestCoderForCausalLM",
+        ),
+        (CONFIG, "qwen2", "megarl.models has a module of this name; rename yours"),
+        (CONFIG, "attention", "megarl.models has a module of this name; rename yours"),
+        (
             {**CONFIG, "architectures": ["OtherForCausalLM"]},
             "my_family",
             "model.family=my_family is for IQuestCoderForCausalLM",
@@ -240,6 +247,23 @@ def test_family_of_the_page():
 def test_unfit_family_is_refused(config, module, problem):
     with pytest.raises(ConfigError, match=problem):
         load_spec(config, own_family=module)
+
+
+def test_own_family_reads_keys_that_are_refused_otherwise(folder):
+    """It has the padding token too, without reading it."""
+    (folder / "scaled_family.py").write_text(
+        "from megarl.models.attention import Attention\n"
+        "from megarl.models.reading import read_common\n"
+        'ARCHITECTURES = ("IQuestCoderForCausalLM",)\n'
+        "def read_spec(reader):\n"
+        '    scale = reader.number("attention_multiplier", 1.0)\n'
+        '    return read_common(reader, "scaled", attention=Attention(scale=scale))\n'
+    )
+    values = {**CONFIG, "attention_multiplier": 0.3, "pad_token_id": -1}
+    with pytest.raises(ConfigError, match="attention_multiplier = 0.3 is not supported"):
+        load_spec(values, own_family="my_family")
+    spec = load_spec(values, own_family="scaled_family")
+    assert (spec.attention.scale, spec.padding_token) == (0.3, CONFIG["vocab_size"] - 1)
 
 
 def test_reward_keeps_defaults_that_it_is_not_given() -> None:

@@ -16,7 +16,10 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.estimate.memory import layer_activations, state_bytes
 from megarl.models import load_spec
+from megarl.models.attention import Attention
 from megarl.models.block import LinearAttention
+from megarl.models.norms import Norms
+from megarl.models.paired_experts import PairedExperts
 from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, padded_vocab_size
 from megarl.models.registry import attention_flops, family
 from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
@@ -439,6 +442,57 @@ def test_values_of_another_kind_are_refused(change, message):
     )
     with pytest.raises(ConfigError, match=message):
         load_spec(config | change)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("llama-3.1-8b", {"rms_norm_eps": -1e-5}, "rms_norm_eps = -1e-05 is not a positive number"),
+        ("llama-3.1-8b", {"rms_norm_eps": math.nan}, "rms_norm_eps = nan is not a positive number"),
+        ("mixtral-8x7b", {"rope_theta": math.inf}, "rope_theta = inf is not a positive number"),
+        ("llama-3.1-8b", {"rope_scaling": SCALING | {"factor": "8"}}, "factor = '8' is not a posi"),
+        (
+            "gemma-3-1b",
+            {"rope_parameters": {"full_attention": 3}},
+            "full_attention = 3 is not a ma",
+        ),
+        ("deepseek-v3", {"n_group": 0}, "n_group = 0 is not a positive integer"),
+        ("deepseek-v3", {"first_k_dense_replace": 61}, "so none of 61 has experts"),
+        ("llama-3.1-8b", {"head_dim": 127}, "127 dims of each head are rotated; .* an even number"),
+        ("gpt-oss-20b", {"layer_types": 3}, "layer_types must be a list with a name for each"),
+        ("gemma-3-1b", {"layer_types": ["full_attention"]}, "each of the num_hidden_layers = 26"),
+        ("qwen2.5-7b", {"layer_types": True}, "layer_types must be a list"),
+        ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "layer_types has chunked_att"),
+    ],
+)
+def test_damaged_values_are_refused_by_key(model, change, message):
+    path = Path(__file__).parents[2] / "configs" / "models" / model / "config.json"
+    with pytest.raises(ConfigError, match=message):
+        load_spec(json.loads(path.read_text()) | change)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "problem"),
+    [
+        ({"attention": Attention(output_bias=True)}, "output_bias needs experts with biases"),
+        ({"attention": Attention(qk_norm_of_all_heads=True)}, "needs qk_norm"),
+        ({"attention": Attention(windowed_layers=(0,))}, "windowed_layers need a window"),
+        ({"attention": Attention(window=4, windowed_layers=(4,))}, "not among the 4"),
+        ({"norms": Norms(before=False)}, "norms must be before or after"),
+        ({"experts": PairedExperts(4, 2, 8)}, "output_bias needs experts with biases"),
+        ({"num_kv_heads": 3}, "4 attention heads are not a multiple of 3 key-value heads"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_problems(blocks, problem):
+    spec = load_spec(CONFIG)
+    assert [*spec.problems()] == []
+    assert any(problem in text for text in dataclasses.replace(spec, **blocks).problems())
+
+
+def test_groups_of_experts_divide_them():
+    config = Path(__file__).parents[2] / "configs" / "models" / "deepseek-v3" / "config.json"
+    spec = load_spec(json.loads(config.read_text()) | {"n_group": 3})
+    assert "n_group = 3 must divide the 256 experts" in " ".join(spec.experts.problems())
 
 
 def test_model_beside_a_vision_tower_differs_only_in_names():

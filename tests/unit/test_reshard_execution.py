@@ -8,7 +8,9 @@ fp8.
 from __future__ import annotations
 
 import dataclasses
+import random
 
+import hypothesis
 import pytest
 import torch
 from copies_reference import apply_copy
@@ -38,6 +40,17 @@ def engine_ranks(spec: ModelSpec, hf: HF, generator: GeneratorTopology, device: 
     """Every engine rank's tensors, cut from the checkpoint by the reference."""
     ranks = range(generator.world_size)
     return [sglang(spec, hf, generator, rank % generator.tp, device) for rank in ranks]
+
+
+@pytest.mark.parametrize(("fp8", "device"), [(False, "cpu"), (False, "cuda"), (True, "cuda")])
+@pytest.mark.parametrize("divisor", [2, 4])
+def test_random_layouts_have_ranks_that_share_a_head(fp8, device, divisor):
+    hypothesis.find(
+        cases(fp8=fp8),
+        lambda case: case[1].tp == divisor * case[0].num_kv_heads and case[3] == device,
+        settings=settings(max_examples=2000, phases=[hypothesis.Phase.generate], database=None),
+        random=random.Random(1),
+    )
 
 
 @settings(max_examples=25, deadline=None)

@@ -323,6 +323,10 @@ def test_layers_are_split_over_stages_as_megatron_does():
             lambda: trainer_layout(spec(kv=4, heads=12), TrainerTopology(tp=6), "float32"),
             "trainer.tp=6: .* 4 key-value heads",
         ),
+        (  # (3 + 2) * 16 rows
+            lambda: trainer_layout(spec(kv=1, heads=3), TrainerTopology(tp=3), "float32"),
+            "trainer.tp=3: must divide the model's 80 rows of queries, keys and values",
+        ),
         (
             lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32"),
             "trainer.pp=2: must divide the model's 3 layers",
