@@ -396,8 +396,7 @@ class LoraTrainer(MegatronTrainer):
                 self._adapters[name] = of_weights[parameter]  # type: ignore[index]
         return chunks
 
-    def _whole_parameters(self) -> set[torch.nn.Parameter]:
-        """The adapters: they are small, and have the distributed optimizer instead."""
+    def _adapter_parameters(self) -> set[torch.nn.Parameter]:
         return {p for p in self._parameters() if p.requires_grad}
 
     def train_step(self, *arguments: Any, **settings: Any) -> StepResult:

@@ -685,30 +685,31 @@ class MegatronModel:
         self.mtp = self._find_mtp() if self.mtp_trained and self.chunks[-1].post_process else None
         # of fully sharded parameters, the weights in the model's dtype if the shards are not
         self._rounded: dict[torch.Tensor, torch.Tensor] = {}
+        adapters = self._adapter_parameters()
         if topology.zero == 3:
-            fully_sharded.shard(
-                self.chunks, self.dtype, trained=self.TRAINED, whole=self._whole_parameters()
-            )
+            fully_sharded.shard(self.chunks, self.dtype, trained=self.TRAINED, whole=adapters)
             for parameter in self._parameters():
                 shard = fully_sharded.local_shard(parameter)
                 if shard.dtype != self.dtype:
                     self._rounded[parameter] = torch.zeros_like(shard, dtype=self.dtype)
+        self._check_parameters(adapters)
         # modules that Megatron's schedules run
         self.modules: list[torch.nn.Module] = [*self.chunks]
         self.routing: RoutingFormat | None = None
         self.replay: RoutingReplay | None = None
 
     def _build_chunks(self) -> list[GPTModel]:
-        chunks = build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
-        self._check_parameters(chunks)
-        return chunks
+        return build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
 
-    def _check_parameters(self, chunks: list[GPTModel]) -> None:
-        """Raises ConfigError if Megatron has other parameters than the layout: one more would be
-        trained, and reach no engine and no export.
+    def _check_parameters(self, adapters: set[torch.nn.Parameter]) -> None:
+        """Raises ConfigError if the model has other parameters than the layout and `adapters`: one
+        more would be trained, and reach no engine and no export.
         """
         declared = {t.name: tuple(t.shape) for t in self.layout.tensors(dist.get_rank())}
-        built = {name: tuple(values.shape) for name, values in parameters_by_name(chunks).items()}
+        built = {}
+        for name, parameter in parameters_by_name(self.chunks).items():
+            if parameter not in adapters:
+                built[name] = tuple(self.live_weights(parameter).shape)
         differing = []
         for name in sorted(declared.keys() | built.keys()):
             if declared.get(name) != built.get(name):
@@ -720,8 +721,8 @@ class MegatronModel:
                 + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
             )
 
-    def _whole_parameters(self) -> set[torch.nn.Parameter]:
-        """The parameters that trainer.zero=3 does not shard."""
+    def _adapter_parameters(self) -> set[torch.nn.Parameter]:
+        """The parameters beside the model's own, which trainer.zero=3 does not shard."""
         return set()
 
     def _find_mtp(self) -> MultiToken:

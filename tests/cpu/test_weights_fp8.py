@@ -78,6 +78,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4": {"tp": 4},  # 64 rows of k, v, gate and up: blocks of 128 are cut
     "TP2xPP2": {"tp": 2, "pp": 2},
     "DP2-zero1": {"dp": 2, "zero": 1},
+    "DP4-zero3": {"dp": 4, "zero": 3},  # blocks are cut
     "EP2": {"dp": 2, "ep": 2},
 }
 
@@ -116,7 +117,7 @@ class Fp8Setting:
 # unchanged: only direct writes reach them.
 NOT_LOADED = {("llama", "fp8_block")}
 SAMPLE = {
-    Fp8Setting("llama", "fp8_block", 1): ("TP4", "DP2-zero1"),
+    Fp8Setting("llama", "fp8_block", 1): ("TP4", "DP2-zero1", "DP4-zero3"),
     Fp8Setting("qwen3_moe", "fp8_channel", 2, 2, "bfloat16"): ("EP2",),
 }
 SETTINGS = [

@@ -68,6 +68,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "VPP2": {"pp": 2, "vpp": 2},
     "DP2-zero0": {"dp": 2, "zero": 0},
     "DP2-zero1": {"dp": 2, "zero": 1},
+    "TP2xDP2-zero3": {"tp": 2, "dp": 2, "zero": 3},
     "EP2": {"dp": 2, "ep": 2},
     "TP2xEP2": {"tp": 2, "ep": 2},
 }
@@ -140,7 +141,7 @@ SPECULATIVE = {"algorithm": "nextn", "steps": 2}
 # tests that are not marked `long`: each kind of engine, and trainers that cut on different axes
 SAMPLE = {
     Setting("llama", "float32", 1): ("TP2xPP2", "TP4"),
-    Setting("qwen2", "bfloat16", 2): ("VPP2",),
+    Setting("qwen2", "bfloat16", 2): ("VPP2", "TP2xDP2-zero3"),
     Setting("qwen3_moe", "float32", 2, 2): ("EP2", "TP2xEP2"),
     Setting("deepseek_v3", "float32", 2, 1, 2): ("DP2-zero0",),
 }

@@ -115,6 +115,11 @@ def test_setting_is_refused_with_its_reason(setting: str, message: str) -> None:
     assert problems(setting) == [f"{setting}: {message}"]
 
 
+def test_ddp_has_no_effect_with_sharded_parameters() -> None:
+    (problem,) = problems("trainer={zero: 3, ddp: {bucket_size: 9}}")
+    assert problem.startswith('trainer.ddp={"bucket_size": 9}: has no effect with trainer.zero=3')
+
+
 def test_recomputing_everything_and_a_part_exclude_each_other() -> None:
     (problem,) = problems(
         "trainer.recompute=true", "trainer.megatron.recompute_granularity=selective"

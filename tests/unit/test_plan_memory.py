@@ -169,6 +169,32 @@ def test_zero_splits_dense_and_experts_over_their_own_meshes() -> None:
     )
 
 
+def test_sharded_parameters_are_shared_by_data_parallel_ranks() -> None:
+    """18 bytes an element, as rehearsed (docs/gpu.md). A pass gathers layers, whatever dp is."""
+    shape = {"tp": 2, "dp": 8, "ep": 8, "sequence_parallel": True}
+    model = spec("qwen3-30b-a3b")
+    (elements,) = trainer_elements(model, TrainerConfig(**shape), "bfloat16")
+    held = elements.dense / 8 + elements.expert / 2
+    whole = trainer_memory(model, TrainerConfig(**shape), "bfloat16", H100)
+    sharded = trainer_memory(model, TrainerConfig(zero=3, **shape), "bfloat16", H100)
+    assert (sharded.weights, sharded.gradients, sharded.optimizer) == (
+        2 * held,
+        4 * held,
+        12 * held,
+    )
+    assert whole.weights == 2 * elements.total and whole.optimizer == sharded.optimizer
+    gathered = memory.gathered_bytes(model, TrainerConfig(zero=3, **shape), "bfloat16", 0)
+    assert sharded.buffers == whole.buffers + gathered
+    # embedding and output layer; and more than one layer, less than all
+    ends = 2 * 2 * model.vocab_size / 2 * model.hidden_size
+    layer = 2 * elements.total / model.num_layers
+    assert ends + layer < gathered < ends + 12 * layer
+    critic = trainer_memory(
+        model, TrainerConfig(zero=3, **shape), "bfloat16", H100, critic=model, frozen=[model]
+    )
+    assert critic.critic == 18 * held and critic.frozen == 2 * held
+
+
 def test_a_frozen_reference_is_a_copy_of_the_weights() -> None:
     trainer = TrainerConfig(tp=4)
     alone = trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100)

@@ -13,7 +13,14 @@ from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import estimate, unfinished
 from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster
-from megarl.estimate.memory import Workload, generator_weights, scoring_passes, trainer_elements
+from megarl.estimate.memory import (
+    AdapterElements,
+    WeightElements,
+    Workload,
+    generator_weights,
+    scoring_passes,
+    trainer_elements,
+)
 from megarl.estimate.places import longest_of_prompt, wait_s
 from megarl.estimate.report import render
 from megarl.estimate.times import (
@@ -209,6 +216,29 @@ def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
     assert cpu._data_s(elements, 1e9) > replace(
         cpu, trainer=replace(cpu.trainer, ddp={"overlap_grad_reduce": True})
     )._data_s(elements, 1e9)
+
+
+def test_computing_hides_the_gathers_of_sharded_parameters() -> None:
+    """Weights are gathered twice and gradients reduced once for each microbatch: 2 + 2 + 4 bytes an
+    element. Of one layer's, nothing hides the first and the last.
+    """
+    trainer = TrainerConfig(tp=8, dp=4, sequence_parallel=True, zero=3)
+    model = TrainModel(LLAMA_70B, trainer, "bfloat16", H100)
+    (elements,) = trainer_elements(LLAMA_70B, trainer, "bfloat16")
+    group = CollectiveGroup(4, 8, H100, CONSTANTS)
+    gather_s = group.gather_s(2 * elements.total)
+    reduce_s = group.gather_s(4 * elements.total)
+    assert model._gathers_s(1, 0.0, 0.0) == pytest.approx(2 * gather_s + reduce_s)
+    assert model._gathers_s(1, 1e3, 1e3) == pytest.approx((2 * gather_s + reduce_s) / 80)
+    assert model._gathers_s(2, gather_s / 4, 1e3) == pytest.approx(
+        1.5 * gather_s + (gather_s + reduce_s) / 80
+    )
+    assert model._data_s(elements, 0.0) == 0.0
+    few = step(dp=4, zero=3, max_tokens_per_microbatch=32768).data_parallel
+    many = step(dp=4, zero=3, max_tokens_per_microbatch=4096).data_parallel
+    assert few < many
+    adapters = AdapterElements(trained=[WeightElements(1000, 0)], additional=[1000])
+    assert replace(model, adapters=adapters)._gathers_s(1, 0.0, 0.0) == pytest.approx(2 * gather_s)
 
 
 def test_what_costs_more() -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from quantise_reference import block_rule
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.geometry import Box, GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models import ModelSpec, load_spec
-from megarl.reshard.layout import generator_layout, hf_layout, stage_of_layer, trainer_layout
+from megarl.reshard.layout import (
+    LocalTensor,
+    Piece,
+    generator_layout,
+    hf_layout,
+    row_chunks,
+    stage_of_layer,
+    trainer_layout,
+)
 
 # named_parameters() of SGLang 0.5.21's TP workers on the CPU, one layer of two: hidden 128, ffn
 # 256, 8 heads of 16.
@@ -405,6 +414,27 @@ def test_layers_are_split_over_stages_as_megatron_does():
 def test_unsupported_layouts_are_refused_by_key_and_value(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
+
+
+@pytest.mark.parametrize(("rows", "count"), [(8, 4), (10, 4), (3, 4), (1, 2), (9, 1)])
+def test_sharded_rows_are_those_of_fully_shard(rows, count):
+    """torch.chunk, and empty chunks where it has none."""
+    whole = torch.arange(rows * 2).view(rows, 2)
+    chunks = [*whole.chunk(count)] + [whole[:0]] * count
+    pieces = (
+        Piece(Box((0, 0), (rows - 1, 2)), "a", Box((5, 0), (rows - 1, 2))),
+        Piece(Box((rows - 1, 0), (1, 2)), "b", Box((0, 0), (1, 2))),
+    )
+    for chunk, tensor in zip(
+        chunks, row_chunks(LocalTensor("w", (rows, 2), "float32", pieces), count)
+    ):
+        values = torch.full(tensor.shape, -1)
+        for piece in tensor.pieces:
+            first = 5 if piece.logical_name == "a" else 1 - rows
+            assert piece.logical.shape == piece.local.shape
+            rows_of_piece = torch.arange(piece.logical.start[0], piece.logical.end[0]) - first
+            values[piece.local.slices()] = whole[rows_of_piece]
+        assert torch.equal(values, chunk)
 
 
 def test_a_rank_outside_the_layout_is_an_error():
