@@ -138,6 +138,8 @@ def _supported(spec: Any, topology: TrainerTopology, dtype: str) -> bool:
     latent = spec.family == "deepseek_v3"
     if (topology.vpp > 1 and topology.pp == 1) or (spec.num_kv_heads % topology.tp and not latent):
         return False
+    if spec.family == "gpt_oss" and topology.etp > 1:  # Megatron has no biases there
+        return False
     if spec.linear_attention and spec.linear_attention.key_heads % (topology.tp * topology.cp):
         return False
     try:
