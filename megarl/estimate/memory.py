@@ -427,7 +427,7 @@ def layer_activations(
         widest = 2 * spec.intermediate_size / tp
     # inputs and outputs of both; unfused, two more, all but the inputs in fp32
     norms = 2 + 4 * 4 / unfused if unfused else 4
-    mixers = sum(layers * mixer.activation_elements(spec, tp) for mixer, layers in spec.mixers)
+    mixers = sum(len(layers) * mixer.activation_elements(spec, tp) for mixer, layers in spec.mixers)
     activations = norms * h / split + mixers / spec.num_layers + mlp
     if unfused:
         activations += spec.attention.unfused_elements(spec, tp)

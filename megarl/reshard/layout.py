@@ -145,9 +145,9 @@ class LayoutError(RuntimeError):
 class Kind:
     """One parameter of a layout.
 
-    For place LAYER, instance i is the tensor of layer `first_layer + i`; other places have one
-    instance (i = 0). It is on stage `stages[i]`, where replica e of its shard s is on rank
-    `ranks[stages[i], s, e]`.
+    For place LAYER, instance i is the tensor of layer `layers[i]`; other places have one instance
+    (i = 0). It is on stage `stages[i]`, where replica e of its shard s is on rank `ranks[stages[i],
+    s, e]`.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Kind:
     shards: tuple[LocalTensor, ...]  # [S]
     stages: np.ndarray  # [instances]
     ranks: np.ndarray  # [stages, S, replicas]
-    first_layer: int = 0
+    layers: Layers | None = None  # [instances]; None: FIRST or LAST
     # of quantisation; if set, the shards are e4m3, and kind number `scales` has their scales
     rule: Rule | None = None
     scales: int | None = None
@@ -175,20 +175,12 @@ class Kind:
         """The bytes of all instances, shards and replicas."""
         return sum(tensor.bytes for tensor in self.shards) * self.instances * self.replicas
 
-    @property
-    def layers(self) -> Layers | None:
-        if self.place == LAYER:
-            return (self.first_layer, self.first_layer + self.instances)
-        return None
-
     def layer(self, instance: int) -> int | None:
-        if self.place == LAYER:
-            return self.first_layer + instance
-        return None
+        return None if self.layers is None else self.layers[instance]
 
     def name_of(self, instance: int) -> str:
         """The name at one instance; it may still contain `{expert}`."""
-        return self.name.replace(LAYER_FIELD, str(self.first_layer + instance))
+        return self.name.replace(LAYER_FIELD, str(self.layer(instance)))
 
     def tensors(self, shard: int, instance: int) -> tuple[LocalTensor, ...]:
         """One tensor, or one per expert if the engine does not stack experts."""
@@ -330,17 +322,14 @@ class Layout:
 
     @cached_property
     def num_layers(self) -> int:
-        return max(
-            (kind.first_layer + kind.instances for kind in self.kinds if kind.place == LAYER),
-            default=0,
-        )
+        return max((1 + kind.layers[-1] for kind in self.kinds if kind.layers), default=0)
 
     def depth(self, kind: Kind, instance: int) -> int:
         """The position in the forward pass: 0 for tensors of the first stage, 1 + layer for layers,
         then those of the last stage.
         """
-        if kind.place == LAYER:
-            return 1 + kind.first_layer + instance
+        if kind.layers is not None:
+            return 1 + kind.layers[instance]
         if kind.place == FIRST:
             return 0
         return 1 + self.num_layers
@@ -638,12 +627,15 @@ def _layout(
         )
     logical = _by_name(tensors)
     ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[DENSE].shape[0] - 1)}
-    spans: dict[Layers, np.ndarray] = {}  # shared by kinds with the same layers
+    all_layers = tuple(range(spec.num_layers))
+    stages_of: dict[Layers, np.ndarray] = {}  # shared by kinds with the same layers
     kinds = []
     for parameter in parameters:
-        first, end = parameter.layers or (0, spec.num_layers)
-        if first == end:
-            continue
+        layers = None
+        if parameter.place == LAYER:
+            layers = all_layers if parameter.layers is None else parameter.layers
+            if not layers:
+                continue
         ranks = meshes[parameter.mesh]
         cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
         shards: list[LocalTensor] = []
@@ -654,11 +646,10 @@ def _layout(
                 shards.append(
                     local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype)
                 )
-        if parameter.place == LAYER:
-            stages_of_instances = spans.setdefault((first, end), stages[first:end])
-        else:
+        if layers is None:
             stages_of_instances = ends[parameter.place]
-            first = 0
+        else:
+            stages_of_instances = stages_of.setdefault(layers, stages[list(layers)])
         kinds.append(
             Kind(
                 name=parameter.name,
@@ -666,7 +657,7 @@ def _layout(
                 shards=tuple(shards),
                 stages=stages_of_instances,
                 ranks=ranks,
-                first_layer=first,
+                layers=layers,
             )
         )
     return Layout(name, meshes[DENSE].size, tuple(kinds))
@@ -1017,7 +1008,7 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
 def _uneven(parameters: Sequence[Parameter], cuts: Mapping[str, Cut]) -> list[str]:
     uneven: dict[Cut, dict[str, int]] = {}
     for parameter in parameters:
-        if parameter.layers is None or parameter.layers[0] < parameter.layers[1]:
+        if parameter.layers is None or parameter.layers:
             uneven.setdefault(cuts[parameter.mesh], {}).update(parameter.units)
     problems: list[str] = []
     for cut, units in uneven.items():
