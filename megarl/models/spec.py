@@ -73,7 +73,9 @@ class ModelSpec(Sizes):
     @property
     def dense_layers(self) -> int:
         """The number of first layers that have a dense MLP."""
-        return self.experts.first_layer if self.experts else self.num_layers
+        if self.experts:
+            return min(self.experts.first_layer, self.num_layers)
+        return self.num_layers
 
     @property
     def period(self) -> int:
@@ -88,7 +90,7 @@ class ModelSpec(Sizes):
     def mixers(self) -> list[tuple[TokenMixer, Layers]]:
         """The attention and linear attention that the model has, each with its layers."""
         linear = self.linear_layers
-        attention = tuple(layer for layer in range(self.num_layers) if layer not in linear)
+        attention = tuple(sorted(set(range(self.num_layers)) - set(linear)))
         blocks = ((self.attention, attention), (self.linear_attention, linear))
         return [(block, layers) for block, layers in blocks if block and layers]
 
