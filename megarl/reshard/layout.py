@@ -17,6 +17,7 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from megarl.base.geometry import (
     DP_ATTENTION_FAMILIES,
@@ -75,8 +76,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     logical: Box
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor in a rank's memory.
 
     Elements that no piece covers are padding, which must be zero.
@@ -115,14 +115,15 @@ class LocalTensor:
             logical_name = piece.logical_name.replace(LAYER_FIELD, number)
             pieces.append(Piece(piece.local, logical_name, piece.logical))
         name = self.name.replace(LAYER_FIELD, number)
-        tensor = replace(self, name=name, pieces=tuple(pieces), experts=None)
+        tensor = structs.replace(self, name=name, pieces=tuple(pieces), experts=None)
         if self.experts is None:
             return (tensor,)
         expert_pieces: list[tuple[int, Piece]] = []
         for piece in pieces:
             expert_pieces.extend(_expert_pieces(piece))
         if EXPERT_FIELD not in self.name:  # stacked
-            return (replace(tensor, pieces=tuple([piece for _, piece in expert_pieces])),)
+            stacked = tuple([piece for _, piece in expert_pieces])
+            return (structs.replace(tensor, pieces=stacked),)
         pieces_of_expert: dict[int, list[Piece]] = {e: [] for e in range(*self.experts)}
         for expert, piece in expert_pieces:
             pieces_of_expert[expert].append(
@@ -132,7 +133,9 @@ class LocalTensor:
         for expert, pieces in pieces_of_expert.items():
             expert_name = name.replace(EXPERT_FIELD, str(expert))
             tensors.append(
-                replace(tensor, name=expert_name, shape=self.shape[1:], pieces=tuple(pieces))
+                structs.replace(
+                    tensor, name=expert_name, shape=self.shape[1:], pieces=tuple(pieces)
+                )
             )
         return tuple(tensors)
 
@@ -252,24 +255,33 @@ class Layout:
 
         Ranks with equal tensors share the objects.
         """
-        shards = []
+        parts = []
         for (k, shard), places in self.coordinates(rank).items():
-            stages = tuple([stage for stage, _ in places])
-            shards.append((k, self._equal_shards[k][shard], stages))
-        key = tuple(shards)
+            parts += [(k, self._equal_shards[k][shard], stage) for stage, _ in places]
+        key = tuple(parts)
         if key not in self._shapes:
             tensors: list[LocalTensor] = []
-            for k, shard, stages in shards:
-                kind = self.kinds[k]
-                template = replace(kind.shards[shard], pieces=())
-                for stage in stages:
-                    for instance in kind.instances_on(stage):
-                        tensors += template.expand(kind.layer(instance))
+            for part in parts:
+                if part not in self._shapes_of_parts:
+                    self._shapes_of_parts[part] = self._shapes_of(*part)
+                tensors += self._shapes_of_parts[part]
             self._shapes[key] = tuple(sorted(tensors, key=lambda tensor: tensor.name))
         return self._shapes[key]
 
+    def _shapes_of(self, k: int, shard: int, stage: int) -> list[LocalTensor]:
+        kind = self.kinds[k]
+        template = structs.replace(kind.shards[shard], pieces=())
+        tensors: list[LocalTensor] = []
+        for instance in kind.instances_on(stage):
+            tensors += template.expand(kind.layer(instance))
+        return tensors
+
     @cached_property
     def _shapes(self) -> dict[tuple, tuple[LocalTensor, ...]]:
+        return {}
+
+    @cached_property
+    def _shapes_of_parts(self) -> dict[tuple[int, int, int], list[LocalTensor]]:
         return {}
 
     @cached_property
@@ -277,7 +289,7 @@ class Layout:
         """For each kind and shard, the first shard that differs only in its pieces."""
         result = []
         for kind in self.kinds:
-            shards = [replace(shard, pieces=()) for shard in kind.shards]
+            shards = [structs.replace(shard, pieces=()) for shard in kind.shards]
             result.append(list(map(shards.index, shards)))
         return result
 
@@ -314,7 +326,7 @@ class Layout:
                     is_owner = owner[piece.logical_name, kind.layers] == kind.name
                     if is_owner and (piece.logical_name, piece.logical) not in earlier_boxes:
                         pieces.append(piece)
-                template = replace(kind.shards[shard], pieces=tuple(pieces))
+                template = structs.replace(kind.shards[shard], pieces=tuple(pieces))
                 for instance in kind.instances_on(stage):
                     for tensor in template.expand(kind.layer(instance)):
                         for piece in tensor.pieces:
@@ -700,7 +712,7 @@ def local_tensor(
     for piece in tensor.pieces:
         local = _stack(piece.local, 0, count)
         pieces.append(Piece(local, piece.logical_name, _stack(piece.logical, first, count)))
-    return replace(
+    return structs.replace(
         tensor,
         shape=(count,) + tensor.shape,
         pieces=tuple(pieces),
@@ -970,7 +982,7 @@ def of_whole_tensor(rule: Rule) -> bool:
 
 def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
     transposed = not is_block(rule) and len(tensor.shape) == 2
-    return replace(
+    return structs.replace(
         tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None
     )
 
