@@ -261,6 +261,7 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         **unused,
         search=False,
         theory=False,
+        eta=[],
         gpus=None,
         simulate=False,
         sweep=[],

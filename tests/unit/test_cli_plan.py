@@ -251,7 +251,9 @@ def test_reshard_lists_dumps_and_draws(
         )
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("70b_aipo", (136, 120)), ("405b_aipo", (512, 512))])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("papers/llamarl_70b_math", (136, 120)), ("405b_aipo", (512, 512))]
+)
 def test_large_runs_of_the_paper_can_be_planned(
     config: str, ranks: tuple[int, int], printed_json, refusal
 ) -> None:

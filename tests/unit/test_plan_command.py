@@ -32,8 +32,8 @@ KEYS = [
 # LlamaRL, table 3: GPUs, model parallel sizes of trainer and generator, engines' precision. 405B
 # trains at 8 x 16 instead of 16 with FSDP.
 PAPER = {
-    "8b_aipo_256": (256, 8, 1, None),
-    "70b_aipo": (256, 8, 4, "fp8_block"),
+    "papers/llamarl_8b_math": (256, 8, 1, None),
+    "papers/llamarl_70b_math": (256, 8, 4, "fp8_block"),
     "405b_aipo": (1024, 128, 8, "fp8_block"),
 }
 
@@ -93,7 +93,7 @@ def test_the_table_says_what_fits_and_what_binds(printed, tmp_path: Path) -> Non
 def test_plan_that_does_not_fit_prints_excess_and_remedies(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["configs/70b_aipo.yaml", "trainer.tp=4", "trainer.dp=34"]
+    arguments = ["configs/papers/llamarl_70b_math.yaml", "trainer.tp=4", "trainer.dp=34"]
     facts = plan(capsys, *arguments)
     over = facts["trainer_gib_per_gpu"] - facts["gpu_memory_gib"]
     assert facts["fits"] is False
