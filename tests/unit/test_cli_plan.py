@@ -48,8 +48,8 @@ def test_dry_run_and_plan_count_the_same_gpus_of_a_node(
     """32 ranks. Without GPUs here, as on a login node, 8 a node; else as many as are here."""
     monkeypatch.setattr(commands, "gpus", lambda: (None,) * gpus_here)
     overrides = [
-        "trainer.dp=4",
-        "generator.engines=16",
+        "trainer.dp=8",
+        "generator.engines=8",
         f"launch.ranks_per_node={ranks_per_node}",
     ]
     plan = commands.with_nodes_of_here(
