@@ -64,6 +64,7 @@ def plan(
     *overrides: str,
     search: bool = False,
     theory: bool = False,
+    eta: Sequence[str] = (),
     gpus: int | None = None,
     picture: str | None = None,
 ) -> CommandResult:
@@ -78,7 +79,9 @@ def plan(
         raise ConfigError(f"gpus={gpus!r}: must be a whole number")
     run = resolved("plan", config, overrides)
     given = shlex.join([str(config) if isinstance(config, str | Path) else "CONFIG", *overrides])
-    return run_plan(run, given, searching=search, theory=theory, budget=gpus, picture=picture)
+    return run_plan(
+        run, given, searching=search, theory=theory, eta=eta, budget=gpus, picture=picture
+    )
 
 
 def simulate(

@@ -261,6 +261,7 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         **unused,
         search=False,
         theory=False,
+        eta=[],
         gpus=None,
         simulate=False,
         sweep=[],
@@ -324,6 +325,14 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--theory",
         action="store_true",
         help="show the optimum of LlamaRL's section 7 beside what the search finds",
+    )
+    plan.add_argument(
+        "--eta",
+        metavar="RUN",
+        nargs="+",
+        default=[],
+        help="with --theory: folders of runs whose seconds a sample are used, or values, such as "
+        "t:8=0.4 g:64=1.2 (side, batch, seconds)",
     )
     plan.add_argument(
         "--gpus",
@@ -490,9 +499,9 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit status: 1 for one that cannot be run."""
     if arguments.simulate:
-        others = ("search", "theory", "gpus", "picture")
+        others = ("search", "theory", "eta", "gpus", "picture")
         if unused := [
-            f"--{name}" for name in others if getattr(arguments, name) not in (None, False)
+            f"--{name}" for name in others if getattr(arguments, name) not in (None, False, [])
         ]:
             raise ConfigError(f"{unused[0]}: is not for --simulate")
         found = api.simulate(
@@ -522,6 +531,7 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> int:
         shlex.join([arguments.config, *arguments.overrides]),
         searching=arguments.search,
         theory=arguments.theory,
+        eta=arguments.eta,
         budget=arguments.gpus,
         picture=arguments.picture,
     )

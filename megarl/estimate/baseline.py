@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import (
     estimate,
@@ -22,9 +21,9 @@ from megarl.estimate.estimate import (
     training_time,
     unfinished,
 )
-from megarl.estimate.hardware import GIB, Cluster, constants_of
+from megarl.estimate.hardware import GIB
 from megarl.estimate.memory import BesideCache, Workload, kv_room, shape_of
-from megarl.estimate.search import Search, Side, generator_shapes, search, trainer_shapes
+from megarl.estimate.search import Search
 from megarl.models import ModelSpec
 
 
@@ -67,51 +66,35 @@ def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | N
         trainer=replace(config.trainer, vpp=1, cp=1, ep=1, etp=1),
         eval=replace(config.eval, engines=0),
     )
-    shared = _best_shared(synchronous, spec, gpus)
-    shared_s = shared.step_s if shared else math.inf
-    separate = None
-    if _least_separate_s(synchronous, spec, gpus) < shared_s:
-        separate = _best_separate(synchronous, spec, gpus)
-    if separate and separate.step_s < shared_s:
-        return separate
-    return shared
+    sides = Search(synchronous, shape_of(spec), gpus)
+    shared = _best_shared(sides)
+    separate = _best_separate(sides, spec, shared.step_s if shared else math.inf)
+    return separate or shared
 
 
-def _least_separate_s(config: RunConfig, spec: ModelSpec, gpus: int) -> float:
-    """A bound from below for GPUs of its own for each side: one side has at most half of them, and
-    no side is slower with more GPUs.
+def _best_separate(sides: Search, spec: ModelSpec, below_s: float) -> Baseline | None:
+    """Equation 2 with GPUs of its own for each side, with the weight update; None if it needs
+    `below_s` or more.
     """
-    sides = Search(config, shape_of(spec), gpus)
-
-    def seconds(side: Side | None) -> float:
-        return side.seconds if side else math.inf
-
-    half = gpus // 2
-    return min(
-        seconds(sides.trainer(half)) + seconds(sides.generator(gpus)),
-        seconds(sides.trainer(gpus)) + seconds(sides.generator(half)),
-    )
-
-
-def _best_separate(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
-    """Equation 2 with GPUs of its own for each side, with the weight update."""
-    try:
-        _, best = search(config, spec, gpus)
-    except ConfigError:  # nothing fits
+    split = sides.best_split(below_s)
+    best = sides.with_split(split) if split else None
+    if best is None:
         return None
     step_s = estimate(best, spec).step_s
+    if step_s >= below_s:
+        return None
     return Baseline(best.trainer, best.generator, shared=False, step_s=step_s)
 
 
-def _best_shared(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
+def _best_shared(sides: Search) -> Baseline | None:
     """Both sides on all GPUs. Weights reach the engines without a cost."""
-    glue_s = constants_of(Cluster.of(config).gpu.name).glue_s
-    trainers = sorted(_shared_trainers(config, spec, gpus), key=lambda trainer: trainer.seconds)
+    glue_s = sides.constants.glue_s
+    trainers = sorted(_shared_trainers(sides), key=lambda trainer: trainer.seconds)
     best: Baseline | None = None
-    for shape in generator_shapes(config, spec):
-        if gpus % shape.tp:
+    for shape in sides.generator_shapes:
+        if sides.gpus % shape.tp:
             continue
-        generator = replace(shape, engines=gpus // shape.tp)
+        generator = replace(shape, engines=sides.gpus // shape.tp)
         # a trainer that is slower and takes more memory than another never helps
         smallest_bytes = math.inf
         for trainer in trainers:
@@ -120,42 +103,41 @@ def _best_shared(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | No
             if trainer.occupied_bytes >= smallest_bytes:
                 continue
             smallest_bytes = trainer.occupied_bytes
-            generation_s = _generation_s(config, spec, generator, trainer.occupied_bytes)
+            generation_s = _generation_s(sides, generator, trainer.occupied_bytes)
             step_s = trainer.seconds + generation_s + glue_s
             if step_s < (best.step_s if best else math.inf):
                 best = Baseline(trainer.config, generator, shared=True, step_s=step_s)
     return best
 
 
-def _shared_trainers(config: RunConfig, spec: ModelSpec, gpus: int) -> Iterator[_SharedTrainer]:
-    gpu = Cluster.of(config).gpu
-    workload = Workload.of(config)
-    for shape in trainer_shapes(config, spec, Cluster.of(config)):
+def _shared_trainers(sides: Search) -> Iterator[_SharedTrainer]:
+    gpu = sides.cluster.gpu
+    for shape in sides.trainer_shapes:
         sizes = shape.tp * shape.cp * shape.pp
-        dp = gpus // sizes
-        if gpus % sizes or workload.sequences // shape.minibatches < dp:
+        dp = sides.gpus // sizes
+        if sides.gpus % sizes or sides.workload.sequences // shape.minibatches < dp:
             continue
         if dp * shape.tp * shape.cp % shape.ep:
             continue
         trainer = replace(shape, dp=dp)
-        memory = training_memory(config, spec, trainer, gpu)
+        memory = training_memory(sides.config, sides.spec, trainer, gpu)
         if memory.total > gpu.memory_gib * GIB:
             continue
-        seconds = training_time(config, spec, trainer, workload).total
+        seconds = training_time(sides.config, sides.spec, trainer, sides.workload).total
         # the runtime's memory is counted once, with the engine's
         yield _SharedTrainer(trainer, seconds, memory.total - memory.runtime)
 
 
-def _generation_s(
-    config: RunConfig, spec: ModelSpec, generator: GeneratorConfig, occupied_bytes: float
-) -> float:
+def _generation_s(sides: Search, generator: GeneratorConfig, occupied_bytes: float) -> float:
     """Infinite if not even the longest sequence has room beside the trainer."""
-    gpu = Cluster.of(config).gpu
-    dtype = config.model.dtype
+    config = sides.config
+    gpu = sides.cluster.gpu
     whole_gpu = replace(generator, mem_fraction=1.0)
-    beside_trainer = kv_room(spec, whole_gpu, dtype, gpu, BesideCache(occupied=occupied_bytes))
-    tokens = math.floor(min(beside_trainer, kv_room(spec, generator, dtype, gpu)))
-    if tokens < Workload.of(config).longest:
+    beside_trainer = kv_room(
+        sides.spec, whole_gpu, sides.dtype, gpu, BesideCache(occupied=occupied_bytes)
+    )
+    tokens = math.floor(min(beside_trainer, kv_room(sides.spec, generator, sides.dtype, gpu)))
+    if tokens < sides.workload.longest:
         return math.inf
-    model = generate_model(config, spec, replace(generator, kv_cache_tokens=tokens))
+    model = generate_model(config, sides.spec, replace(generator, kv_cache_tokens=tokens))
     return model.seconds(Workload.generated(config), **unfinished(config)).total

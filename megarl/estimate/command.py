@@ -4,7 +4,7 @@ text, and as a picture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from megarl.estimate.estimate import check_longest, estimate, steps_by_capacity,
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.memory import rank_bytes
 from megarl.estimate.search import remedies, search
-from megarl.estimate.theory import compare
+from megarl.estimate.theory import compare, measured_etas
 from megarl.estimate.times import update_bytes_per_s
 from megarl.lora.estimate import adapters_s
 from megarl.plan.checks import refused_by_train
@@ -34,6 +34,7 @@ def run_plan(
     *,
     searching: bool = False,
     theory: bool = False,
+    eta: Sequence[str] = (),
     budget: int | None = None,
     picture: str | None = None,
 ) -> CommandResult:
@@ -42,10 +43,13 @@ def run_plan(
     Its `fits` says whether it can be run: it fits, and megarl train would accept it.
 
     `command`: the config and its overrides, as given by the user. `theory`: whether to add the
-    optimum of LlamaRL's section 7 besides the best config. Raises ConfigError for what cannot be
-    planned.
+    optimum of LlamaRL's section 7 besides the best config; `eta`: measurements for it
+    (theory.measured_etas). Raises ConfigError for what cannot be planned.
     """
     _check_options(plan, searching, theory, budget)
+    if eta and not theory:
+        raise ConfigError("--eta: needs --theory")
+    measured = measured_etas(eta)
     # they keep their GPUs
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)
     search_result = None
@@ -55,7 +59,7 @@ def run_plan(
     budget = gpus(plan) + beside if budget is None else budget - served
     if searching or theory:
         search_result, best = search(base_config, plan.spec, budget)
-        optima = compare(search_result, best, plan.spec, budget) if theory else None
+        optima = compare(search_result, best, plan.spec, budget, measured) if theory else None
         plan = resolve(best, "plan") if searching else plan
     check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)

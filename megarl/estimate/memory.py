@@ -249,7 +249,7 @@ def _layer_and_rest(
     for kind in layout.kinds:
         size = max(math.prod(shard.shape) for shard in kind.shards)
         if kind.place == LAYER:
-            of_layers[kind.stages, np.arange(*kind.layers or (0, 0))] += size
+            of_layers[kind.stages, list(kind.layers or ())] += size
         else:
             rest[kind.stages] += size
     return list(zip(of_layers.max(axis=1).tolist(), rest.tolist()))
@@ -470,7 +470,7 @@ def layer_activations(
         widest = 2 * spec.intermediate_size / tp
     # inputs and outputs of both; unfused, two more, all but the inputs in fp32
     norms = 2 + 4 * 4 / unfused if unfused else 4
-    mixers = sum(layers * mixer.activation_elements(spec, tp) for mixer, layers in spec.mixers)
+    mixers = sum(len(layers) * mixer.activation_elements(spec, tp) for mixer, layers in spec.mixers)
     activations = norms * h / split + mixers / spec.num_layers + mlp
     if unfused:
         activations += spec.attention.unfused_elements(spec, tp)

@@ -10,9 +10,10 @@ ranks are also tried, since more senders shorten the weight update.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -74,15 +75,13 @@ def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
     return config_problems + refused_by_train(config, spec)
 
 
-def _new_problems(
-    changed: RunConfig, config: RunConfig, spec: ModelSpec, section: str = ""
-) -> list[str]:
-    """The problems of `changed` that `config` does not have, or that `changed` should have solved:
-    those of `section`'s settings.
-    """
-    old = problems(config, spec)
-    if section:
-        old = [problem for problem in old if not problem.startswith(section)]
+def _lasting_problems(config: RunConfig, spec: ModelSpec, section: str) -> list[str]:
+    """The problems of `config` that no other settings of `section` could solve."""
+    return [problem for problem in problems(config, spec) if not problem.startswith(section)]
+
+
+def _new_problems(changed: RunConfig, spec: ModelSpec, old: Collection[str]) -> list[str]:
+    """The problems of `changed` that are not among the `old` ones."""
     return [problem for problem in problems(changed, spec) if problem not in old]
 
 
@@ -158,26 +157,11 @@ class Search:
 
     def run(self) -> SearchResult:
         """Raises ConfigError if nothing fits the budget."""
-        unit = (
-            self.cluster.gpus_per_node if self.gpus > FINE_NODES * self.cluster.gpus_per_node else 1
-        )
-        splits = range(unit, self.gpus, unit)
-        if not splits:
+        if self.gpus < 2:
             raise ConfigError(
                 f"--gpus {self.gpus}: must be at least 2: trainer and generator do not share GPUs"
             )
-        if overlaps(self.config):  # equation 3: the slower side counts
-            meet = bisect.bisect_left(
-                splits, True, key=lambda gpus: self._seconds(gpus)[0] <= self._seconds(gpus)[1]
-            )
-            tried = [
-                splits[i]
-                for i in (meet - 1, *(meet + 2**n - 1 for n in range(12)))
-                if 0 <= i < len(splits)
-            ]
-        else:  # equation 2: both count
-            tried = list(splits[:: max(1, len(splits) // 16)])
-        best = next(filter(self._fits, sorted(tried, key=self._step_s)), None)
+        best = self.best_split()
         if best is None:
             raise ConfigError(
                 f"--gpus {self.gpus}: nothing fits on {self.gpus} {self.cluster.gpu.name}; "
@@ -200,28 +184,76 @@ class Search:
             ),
         )
 
+    def best_split(self, below_s: float = math.inf) -> int | None:
+        """The trainer's GPUs in the fastest run, or None if none fits, or if sides that take turns
+        need `below_s` or more.
+        """
+        unit = (
+            self.cluster.gpus_per_node if self.gpus > FINE_NODES * self.cluster.gpus_per_node else 1
+        )
+        splits = range(unit, self.gpus, unit)
+        if overlaps(self.config):  # equation 3: the slower side counts
+            meet = bisect.bisect_left(
+                splits, True, key=lambda gpus: self._seconds(gpus)[0] <= self._seconds(gpus)[1]
+            )
+            tried = [
+                splits[i]
+                for i in (meet - 1, *(meet + 2**n - 1 for n in range(12)))
+                if 0 <= i < len(splits)
+            ]
+            return next(filter(self._fits, sorted(tried, key=self._step_s)), None)
+        return self._best_in_turns(splits[:: max(1, len(splits) // 16)], below_s)
+
+    def _best_in_turns(self, splits: Sequence[int], below_s: float) -> int | None:
+        """The best split by equation 2, where both sides count.
+
+        No side is slower with more GPUs, which bounds the time of all splits in an interval.
+        """
+
+        def bound_s(first: int, last: int) -> float:
+            return self._seconds(splits[last])[0] + self._seconds(splits[first])[1]
+
+        best = None
+        intervals = [(0.0, 0, len(splits) - 1)] if splits else []  # bound, first and last split
+        while intervals:
+            interval_s, first, last = heapq.heappop(intervals)
+            if interval_s >= below_s:
+                break
+            if first < last:
+                middle = (first + last) // 2
+                for half in ((first, middle), (middle + 1, last)):
+                    heapq.heappush(intervals, (bound_s(*half), *half))
+                continue
+            step_s = self._step_s(splits[first])
+            if step_s < below_s and self._fits(splits[first]):
+                below_s = step_s
+                best = splits[first]
+        return best
+
+    def with_split(self, trainer_gpus: int) -> RunConfig | None:
+        """The config with the best shapes of both sides, or None if a side has none."""
+        trainer = self.trainer(trainer_gpus)
+        generator = self.generator(self.gpus - trainer_gpus)
+        if trainer is None or generator is None:
+            return None
+        return with_settings(self.config, {**trainer.settings, **generator.settings})
+
     def _fits(self, trainer_gpus: int) -> bool:
         """Whether both sides still fit when they are planned together: each was chosen beside the
         config's other side.
         """
-        trainer = self.trainer(trainer_gpus)
-        generator = self.generator(self.gpus - trainer_gpus)
-        if trainer is None or generator is None:
-            return False
-        return not estimate(
-            with_settings(self.config, {**trainer.settings, **generator.settings}), self.spec
-        ).overfull
+        candidate = self.with_split(trainer_gpus)
+        return candidate is not None and not estimate(candidate, self.spec).overfull
 
     def _step_s(self, trainer_gpus: int) -> float:
         """Includes the update.
 
         More senders shorten it, so more trainer ranks than balance requires may be better.
         """
-        trainer = self.trainer(trainer_gpus)
-        generator = self.generator(self.gpus - trainer_gpus)
-        if trainer is None or generator is None:
+        candidate = self.with_split(trainer_gpus)
+        if candidate is None:
             return math.inf
-        candidate = with_settings(self.config, {**trainer.settings, **generator.settings})
+        trainer_s, generator_s = self._seconds(trainer_gpus)
         groups = engine_groups(candidate.generator)
         senders = trainer_topology(candidate.trainer).world_size
         receivers = generator_ranks(groups)
@@ -230,9 +262,9 @@ class Search:
             * generator_weights(self.spec, group.settings, self.dtype).total
             for group in groups
         ]
-        step_s = trainer.seconds + generator.seconds
+        step_s = trainer_s + generator_s
         if overlaps(self.config):
-            step_s = max(trainer.seconds, generator.seconds)
+            step_s = max(trainer_s, generator_s)
         relaying = candidate.generator.engines if candidate.weights.relay == ENGINES else 0
         control = updates_control_s(groups, senders, self.constants)
         return (
@@ -369,6 +401,7 @@ def trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iter
         config.trainer.max_tokens_per_microbatch
     ]
     contexts = (1,) if longest <= LONG else (1, 2, 4, 8)
+    old = _lasting_problems(config, spec, "trainer.")
     for tp in (n for n in (1, 2, 4, 8) if n <= cluster.nvlinked):
         for pp, cp in itertools.product((1, 2, 4, 8, 16), contexts):
             first, last = even_stages(spec.num_layers, pp)
@@ -386,9 +419,7 @@ def trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iter
                 first_stage_layers=first,
                 last_stage_layers=last,
             )
-            if _new_problems(
-                replace(config, trainer=replace(base, dp=1)), config, spec, "trainer."
-            ):
+            if _new_problems(replace(config, trainer=replace(base, dp=1)), spec, old):
                 continue
             for ep in experts:
                 # sharded parameters are gathered for every microbatch, and spare stages
@@ -407,6 +438,7 @@ def generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorCo
     """Combinations of all settings except the number of engines: tensor parallelism, precision,
     concurrency.
     """
+    old = _lasting_problems(config, spec, "generator.")
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):
             for ep in sorted({1, tp}) if spec.experts else (1,):
@@ -423,7 +455,7 @@ def generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorCo
                 except ConfigError:  # SGLang cannot have these sizes
                     continue
                 changed = replace(config, generator=shape)
-                if _new_problems(changed, config, spec, "generator."):
+                if _new_problems(changed, spec, old):
                     continue
                 if bool(adapters_pool(changed, spec)) != bool(adapters_pool(config, spec)):
                     continue  # the trainer keeps other copies of the weights if adapters are merged
@@ -476,6 +508,7 @@ def remedies(config: RunConfig, spec: ModelSpec, result: Estimate) -> list[Remed
 
 def _remedies_of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
     trainer = list(trainer_knobs(config, spec))
+    old = problems(config, spec)
     if side == "trainer":
         knobs = trainer
     else:
@@ -484,7 +517,7 @@ def _remedies_of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Rem
             knobs += [knob for knob in trainer if knob not in knobs]
     for together in (1, 2, 3):
         tried = (
-            _try(config, spec, side, {k: v for knob in combination for k, v in knob.items()})
+            _try(config, spec, side, {k: v for knob in combination for k, v in knob.items()}, old)
             for combination in combinations(knobs, together)
         )
         working = [remedy for remedy in tried if remedy is not None]
@@ -493,9 +526,11 @@ def _remedies_of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Rem
     return []
 
 
-def _try(config: RunConfig, spec: ModelSpec, side: str, settings: Settings) -> Remedy | None:
+def _try(
+    config: RunConfig, spec: ModelSpec, side: str, settings: Settings, old: Collection[str]
+) -> Remedy | None:
     changed = with_settings(config, settings)
-    if _new_problems(changed, config, spec):
+    if _new_problems(changed, spec, old):
         return None
     try:
         then = estimate(changed, spec)

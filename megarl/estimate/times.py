@@ -382,7 +382,7 @@ class TrainModel:
         row_bytes = rows / t.cp * ITEM_BYTES[self.dtype]
         sums_s = (2 - self._experts_share) * group.all_reduce_s(row_bytes * spec.hidden_size)
         gathered = sum(
-            layers * mixer.gathered_elements(spec, t.tp) for mixer, layers in spec.mixers
+            len(layers) * mixer.gathered_elements(spec, t.tp) for mixer, layers in spec.mixers
         )
         if not gathered:
             return sums_s

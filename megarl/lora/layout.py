@@ -27,6 +27,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.lora.settings import LoraConfig
 from megarl.models.attention import Attention
@@ -288,7 +290,9 @@ def _as_shown(kind: Kind) -> Kind:
         return kind
     return replace(
         kind,
-        shards=tuple(replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards),
+        shards=tuple(
+            structs.replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards
+        ),
     )
 
 

@@ -242,10 +242,9 @@ def attach(
             number = _number(layer)
             shared: dict[str, torch.nn.Parameter] = {}  # letter -> factor
             for adapter in adapters:
-                first, end = adapter.weight.layers or (0, number + 1)
-                for module, weights in (
-                    _layers(layer, adapter.weight) if first <= number < end else ()
-                ):
+                layers = adapter.weight.layers
+                has_weight = layers is None or number in layers
+                for module, weights in _layers(layer, adapter.weight) if has_weight else ():
                     for letter, factor in (("a", adapter.a), ("b", adapter.b)):
                         if adapter.shares(factor) and letter not in shared:
                             shared[letter] = _shared(

@@ -15,8 +15,8 @@ from megarl.models.spec import ModelSpec
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     layers: list[LogicalTensor] = []
-    for mixer, run in spec.runs():
-        layers += _in_layers(spec.norms.input_logical(spec) + mixer.logical(spec), run)
+    for mixer, mixed in spec.mixers:
+        layers += _in_layers(spec.norms.input_logical(spec) + mixer.logical(spec), mixed)
     dense, sparse = _mlp_layers(spec)
     experts = spec.experts
     if experts:
@@ -33,9 +33,9 @@ def megatron_parameters(
     spec: ModelSpec, topology: TrainerTopology, layer_spec: str
 ) -> tuple[Parameter, ...]:
     layers: list[Parameter] = []
-    for mixer, run in spec.runs():
+    for mixer, mixed in spec.mixers:
         norm = spec.norms.input_megatron(mixer, layer_spec)
-        layers += _in_layers(norm + mixer.megatron(spec, topology, layer_spec), run)
+        layers += _in_layers(norm + mixer.megatron(spec, topology, layer_spec), mixed)
     dense, sparse = _mlp_layers(spec)
     experts = spec.experts
     if experts:
@@ -59,10 +59,10 @@ def sglang_layers(spec: ModelSpec, topology: GeneratorTopology, device: str) -> 
     """SGLang's parameters without embedding, last norm and output layer."""
     layers: list[Parameter] = []
     input_norms: list[Parameter] = []
-    for mixer, run in spec.runs():
-        for parameter in _in_layers(mixer.sglang(spec, topology, device), run):
+    for mixer, mixed in spec.mixers:
+        for parameter in _in_layers(mixer.sglang(spec, topology, device), mixed):
             layers.append(replace(parameter, name=_served(spec, parameter.name)))
-        input_norms += _whole(_in_layers(spec.norms.input_logical(spec), run))
+        input_norms += _whole(_in_layers(spec.norms.input_logical(spec), mixed))
     dense, sparse = _mlp_layers(spec)
     experts = spec.experts
     mlp_norms = _whole(spec.norms.mlp_logical(spec, dense)) if dense else []
@@ -112,5 +112,5 @@ def _served(spec: ModelSpec, name: str) -> str:
 
 def _mlp_layers(spec: ModelSpec) -> tuple[Layers | None, Layers]:
     """The dense layers, or None, and the layers with experts."""
-    dense = (0, spec.dense_layers) if spec.dense_layers else None
-    return dense, (spec.dense_layers, spec.num_layers)
+    dense = tuple(range(spec.dense_layers)) or None
+    return dense, tuple(range(spec.dense_layers, spec.num_layers))

@@ -209,4 +209,4 @@ def _of_layer(part: Part, family: Family) -> Part:
 
 
 def _layers(spec: ModelSpec) -> Layers:
-    return spec.num_layers, spec.num_layers + spec.mtp_layers
+    return tuple(range(spec.num_layers, spec.num_layers + spec.mtp_layers))

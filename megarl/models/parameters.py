@@ -32,7 +32,7 @@ ATTENTION = "attention"  # the meshes that parameters are cut over
 LAYER_FIELD = "{layer}"  # stands for the global layer number, in names with place LAYER
 EXPERT_FIELD = "{expert}"  # stands for the global expert number
 
-Layers = tuple[int, int]  # first, end
+Layers = tuple[int, ...]  # the numbers of layers, ascending
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,15 @@ def whole(
         layers=layers,
         dtype=dtype,
     )
+
+
+def layers_text(layers: Layers) -> str:
+    """For example "layers 0 to 59", or "45 layers from 0 to 58" if others are between them."""
+    first = layers[0]
+    last = layers[-1]
+    if len(layers) == last - first + 1:
+        return f"layers {first} to {last}"
+    return f"{len(layers)} layers from {first} to {last}"
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

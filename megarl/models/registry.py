@@ -647,7 +647,7 @@ def attention_flops(spec: ModelSpec, length: float) -> float:
     """Forward FLOPs per token and layer beside linear layers (scores and weighted values, or
     states), a mean over layers.
     """
-    flops = sum(mixer.flops(spec, layers, length) for mixer, layers in spec.mixers)
+    flops = sum(mixer.flops(spec, len(layers), length) for mixer, layers in spec.mixers)
     return flops / spec.num_layers
 
 
@@ -663,12 +663,12 @@ def _active_elements(spec: ModelSpec) -> tuple[float, float]:
     for tensor in family(spec).logical_tensors(spec):
         if tensor.place != "layer" or len(tensor.shape) < 2:
             continue
-        first, end = tensor.layers or (0, spec.num_layers)
+        layers = spec.num_layers if tensor.layers is None else len(tensor.layers)
         if tensor.experts:
             assert spec.experts
-            expert += (end - first) * math.prod(tensor.shape) * spec.experts.per_token
+            expert += layers * math.prod(tensor.shape) * spec.experts.per_token
         else:
-            dense += (end - first) * math.prod(tensor.shape)
+            dense += layers * math.prod(tensor.shape)
     return dense, expert
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import groupby
 from typing import Any
 
 from megarl.models.attention import Attention
@@ -106,7 +105,9 @@ class ModelSpec(Sizes):
     @property
     def dense_layers(self) -> int:
         """The number of first layers that have a dense MLP."""
-        return self.experts.first_layer if self.experts else self.num_layers
+        if self.experts:
+            return min(self.experts.first_layer, self.num_layers)
+        return self.num_layers
 
     @property
     def period(self) -> int:
@@ -118,23 +119,12 @@ class ModelSpec(Sizes):
         )
 
     @property
-    def mixers(self) -> list[tuple[TokenMixer, int]]:
-        """The attention and linear attention that the model has, each with its number of layers."""
-        blocks = (
-            (self.attention, self.attention_layers),
-            (self.linear_attention, len(self.linear_layers)),
-        )
+    def mixers(self) -> list[tuple[TokenMixer, Layers]]:
+        """The attention and linear attention that the model has, each with its layers."""
+        linear = self.linear_layers
+        attention = tuple(sorted(set(range(self.num_layers)) - set(linear)))
+        blocks = ((self.attention, attention), (self.linear_attention, linear))
         return [(block, layers) for block, layers in blocks if block and layers]
-
-    def runs(self) -> Iterator[tuple[TokenMixer, Layers]]:
-        """The runs of layers with the same mixer."""
-        linear = self.linear_attention
-        for is_linear, run in groupby(
-            range(self.num_layers), key=lambda layer: layer in self.linear_layers
-        ):
-            layers = [*run]
-            block = linear if is_linear and linear else self.attention
-            yield block, (layers[0], layers[-1] + 1)
 
 
 def differing(spec: Any, other: Any, *, compared: bool, prefix: str = "") -> Iterator[str]:

@@ -290,7 +290,7 @@ def _layer_parts(
         ranks = {_rank(map, tile_holder, instance, replica) for tile_holder in tile_holders}
         ranks.discard(_rank(map, holder, instance, replica))
         peers = tuple(sorted(ranks))
-        tiles_of = space.replace(LAYER_FIELD, str(origin.first_layer + instance))
+        tiles_of = space.replace(LAYER_FIELD, str(origin.layer(instance)))
         name = origin.name_of(instance)
         order = map.destination.depth(kind, instance), number, tiles_of, logical.start
         if len(logical.start) == 2:

@@ -164,9 +164,9 @@ def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
     ranks = []
     for of_turn in leader_of.tolist():
         ranks.append([sorted(set(of_shard)) for of_shard in of_turn])
-    return replace(
-        kind, stages=(kind.first_layer + np.arange(kind.instances)) % turns, ranks=np.array(ranks)
-    )
+    first_turn = kind.layers[0] if kind.layers else 0
+    stages = (first_turn + np.arange(kind.instances)) % turns
+    return replace(kind, stages=stages, ranks=np.array(ranks))
 
 
 def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:

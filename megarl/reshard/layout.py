@@ -17,6 +17,7 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from megarl.base.geometry import (
     DP_ATTENTION_FAMILIES,
@@ -76,8 +77,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     logical: Box
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor in a rank's memory.
 
     Elements that no piece covers are padding, which must be zero.
@@ -116,14 +116,15 @@ class LocalTensor:
             logical_name = piece.logical_name.replace(LAYER_FIELD, number)
             pieces.append(Piece(piece.local, logical_name, piece.logical))
         name = self.name.replace(LAYER_FIELD, number)
-        tensor = replace(self, name=name, pieces=tuple(pieces), experts=None)
+        tensor = structs.replace(self, name=name, pieces=tuple(pieces), experts=None)
         if self.experts is None:
             return (tensor,)
         expert_pieces: list[tuple[int, Piece]] = []
         for piece in pieces:
             expert_pieces.extend(_expert_pieces(piece))
         if EXPERT_FIELD not in self.name:  # stacked
-            return (replace(tensor, pieces=tuple([piece for _, piece in expert_pieces])),)
+            stacked = tuple([piece for _, piece in expert_pieces])
+            return (structs.replace(tensor, pieces=stacked),)
         pieces_of_expert: dict[int, list[Piece]] = {e: [] for e in range(*self.experts)}
         for expert, piece in expert_pieces:
             pieces_of_expert[expert].append(
@@ -133,7 +134,9 @@ class LocalTensor:
         for expert, pieces in pieces_of_expert.items():
             expert_name = name.replace(EXPERT_FIELD, str(expert))
             tensors.append(
-                replace(tensor, name=expert_name, shape=self.shape[1:], pieces=tuple(pieces))
+                structs.replace(
+                    tensor, name=expert_name, shape=self.shape[1:], pieces=tuple(pieces)
+                )
             )
         return tuple(tensors)
 
@@ -146,9 +149,9 @@ class LayoutError(RuntimeError):
 class Kind:
     """One parameter of a layout.
 
-    For place LAYER, instance i is the tensor of layer `first_layer + i`; other places have one
-    instance (i = 0). It is on stage `stages[i]`, where replica e of its shard s is on rank
-    `ranks[stages[i], s, e]`.
+    For place LAYER, instance i is the tensor of layer `layers[i]`; other places have one instance
+    (i = 0). It is on stage `stages[i]`, where replica e of its shard s is on rank `ranks[stages[i],
+    s, e]`.
     """
 
     name: str
@@ -156,7 +159,7 @@ class Kind:
     shards: tuple[LocalTensor, ...]  # [S]
     stages: np.ndarray  # [instances]
     ranks: np.ndarray  # [stages, S, replicas]
-    first_layer: int = 0
+    layers: Layers | None = None  # [instances]; None: FIRST or LAST
     # of quantisation; if set, the shards are e4m3, and kind number `scales` has their scales
     rule: Rule | None = None
     scales: int | None = None
@@ -176,20 +179,12 @@ class Kind:
         """The bytes of all instances, shards and replicas."""
         return sum(tensor.bytes for tensor in self.shards) * self.instances * self.replicas
 
-    @property
-    def layers(self) -> Layers | None:
-        if self.place == LAYER:
-            return (self.first_layer, self.first_layer + self.instances)
-        return None
-
     def layer(self, instance: int) -> int | None:
-        if self.place == LAYER:
-            return self.first_layer + instance
-        return None
+        return None if self.layers is None else self.layers[instance]
 
     def name_of(self, instance: int) -> str:
         """The name at one instance; it may still contain `{expert}`."""
-        return self.name.replace(LAYER_FIELD, str(self.first_layer + instance))
+        return self.name.replace(LAYER_FIELD, str(self.layer(instance)))
 
     def tensors(self, shard: int, instance: int) -> tuple[LocalTensor, ...]:
         """One tensor, or one per expert if the engine does not stack experts."""
@@ -261,24 +256,33 @@ class Layout:
 
         Ranks with equal tensors share the objects.
         """
-        shards = []
+        parts = []
         for (k, shard), places in self.coordinates(rank).items():
-            stages = tuple([stage for stage, _ in places])
-            shards.append((k, self._equal_shards[k][shard], stages))
-        key = tuple(shards)
+            parts += [(k, self._equal_shards[k][shard], stage) for stage, _ in places]
+        key = tuple(parts)
         if key not in self._shapes:
             tensors: list[LocalTensor] = []
-            for k, shard, stages in shards:
-                kind = self.kinds[k]
-                template = replace(kind.shards[shard], pieces=())
-                for stage in stages:
-                    for instance in kind.instances_on(stage):
-                        tensors += template.expand(kind.layer(instance))
+            for part in parts:
+                if part not in self._shapes_of_parts:
+                    self._shapes_of_parts[part] = self._shapes_of(*part)
+                tensors += self._shapes_of_parts[part]
             self._shapes[key] = tuple(sorted(tensors, key=lambda tensor: tensor.name))
         return self._shapes[key]
 
+    def _shapes_of(self, k: int, shard: int, stage: int) -> list[LocalTensor]:
+        kind = self.kinds[k]
+        template = structs.replace(kind.shards[shard], pieces=())
+        tensors: list[LocalTensor] = []
+        for instance in kind.instances_on(stage):
+            tensors += template.expand(kind.layer(instance))
+        return tensors
+
     @cached_property
     def _shapes(self) -> dict[tuple, tuple[LocalTensor, ...]]:
+        return {}
+
+    @cached_property
+    def _shapes_of_parts(self) -> dict[tuple[int, int, int], list[LocalTensor]]:
         return {}
 
     @cached_property
@@ -286,7 +290,7 @@ class Layout:
         """For each kind and shard, the first shard that differs only in its pieces."""
         result = []
         for kind in self.kinds:
-            shards = [replace(shard, pieces=()) for shard in kind.shards]
+            shards = [structs.replace(shard, pieces=()) for shard in kind.shards]
             result.append(list(map(shards.index, shards)))
         return result
 
@@ -323,7 +327,7 @@ class Layout:
                     is_owner = owner[piece.logical_name, kind.layers] == kind.name
                     if is_owner and (piece.logical_name, piece.logical) not in earlier_boxes:
                         pieces.append(piece)
-                template = replace(kind.shards[shard], pieces=tuple(pieces))
+                template = structs.replace(kind.shards[shard], pieces=tuple(pieces))
                 for instance in kind.instances_on(stage):
                     for tensor in template.expand(kind.layer(instance)):
                         for piece in tensor.pieces:
@@ -331,17 +335,14 @@ class Layout:
 
     @cached_property
     def num_layers(self) -> int:
-        return max(
-            (kind.first_layer + kind.instances for kind in self.kinds if kind.place == LAYER),
-            default=0,
-        )
+        return max((1 + kind.layers[-1] for kind in self.kinds if kind.layers), default=0)
 
     def depth(self, kind: Kind, instance: int) -> int:
         """The position in the forward pass: 0 for tensors of the first stage, 1 + layer for layers,
         then those of the last stage.
         """
-        if kind.place == LAYER:
-            return 1 + kind.first_layer + instance
+        if kind.layers is not None:
+            return 1 + kind.layers[instance]
         if kind.place == FIRST:
             return 0
         return 1 + self.num_layers
@@ -507,7 +508,7 @@ def row_chunks(tensor: LocalTensor, count: int) -> Iterator[LocalTensor]:
             if common is not None:
                 logical = common.move(piece.local, piece.logical)
                 pieces.append(Piece(common.move(box, target), piece.logical_name, logical))
-        yield replace(tensor, shape=box.shape, pieces=tuple(pieces))
+        yield structs.replace(tensor, shape=box.shape, pieces=tuple(pieces))
 
 
 def generator_layout(
@@ -689,12 +690,15 @@ def _layout(
         )
     logical = _by_name(tensors)
     ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[DENSE].shape[0] - 1)}
-    spans: dict[Layers, np.ndarray] = {}  # shared by kinds with the same layers
+    all_layers = tuple(range(spec.num_layers))
+    stages_of: dict[Layers, np.ndarray] = {}  # shared by kinds with the same layers
     kinds = []
     for parameter in parameters:
-        first, end = parameter.layers or (0, spec.num_layers)
-        if first == end:
-            continue
+        layers = None
+        if parameter.place == LAYER:
+            layers = all_layers if parameter.layers is None else parameter.layers
+            if not layers:
+                continue
         ranks = meshes[parameter.mesh]
         cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
         shards: list[LocalTensor] = []
@@ -705,11 +709,10 @@ def _layout(
                 shards.append(
                     local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype)
                 )
-        if parameter.place == LAYER:
-            stages_of_instances = spans.setdefault((first, end), stages[first:end])
-        else:
+        if layers is None:
             stages_of_instances = ends[parameter.place]
-            first = 0
+        else:
+            stages_of_instances = stages_of.setdefault(layers, stages[list(layers)])
         kinds.append(
             Kind(
                 name=parameter.name,
@@ -717,7 +720,7 @@ def _layout(
                 shards=tuple(shards),
                 stages=stages_of_instances,
                 ranks=ranks,
-                first_layer=first,
+                layers=layers,
             )
         )
     return Layout(name, meshes[DENSE].size, tuple(kinds))
@@ -760,7 +763,7 @@ def local_tensor(
     for piece in tensor.pieces:
         local = _stack(piece.local, 0, count)
         pieces.append(Piece(local, piece.logical_name, _stack(piece.logical, first, count)))
-    return replace(
+    return structs.replace(
         tensor,
         shape=(count,) + tensor.shape,
         pieces=tuple(pieces),
@@ -1030,7 +1033,7 @@ def of_whole_tensor(rule: Rule) -> bool:
 
 def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
     transposed = not is_block(rule) and len(tensor.shape) == 2
-    return replace(
+    return structs.replace(
         tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None
     )
 
@@ -1068,7 +1071,7 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
 def _uneven(parameters: Sequence[Parameter], cuts: Mapping[str, Cut]) -> list[str]:
     uneven: dict[Cut, dict[str, int]] = {}
     for parameter in parameters:
-        if parameter.layers is None or parameter.layers[0] < parameter.layers[1]:
+        if parameter.layers is None or parameter.layers:
             uneven.setdefault(cuts[parameter.mesh], {}).update(parameter.units)
     problems: list[str] = []
     for cut, units in uneven.items():

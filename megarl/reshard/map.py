@@ -143,7 +143,7 @@ class ReshardMap:
 
         It is equal on every rank of a run, and only for equal maps.
         """
-        digest = hashlib.blake2b(b"megarl reshard map 3", digest_size=16)
+        digest = hashlib.blake2b(b"megarl reshard map 4", digest_size=16)
         digest.update(repr(self.rows).encode())
         for layout in (self.source, self.destination):
             digest.update(f"{layout.name} {layout.world_size}".encode())
@@ -154,7 +154,7 @@ class ReshardMap:
                         (
                             kind.name,
                             kind.place,
-                            kind.first_layer,
+                            kind.layers,
                             kind.rule,
                             shards,
                             kind.stages.tolist(),
@@ -374,24 +374,23 @@ def _write(
     shares: dict[tuple, _Share] = {}
     for row in rows:
         kind = turns.destination.kinds[row.kind]
-        key = turns.destination.depth(kind, 0), kind.first_layer, turns.sharing_key(row)
+        key = kind.place, kind.layers, turns.sharing_key(row)
         if key not in shares:
-            first_depth, first_layer, _ = key
-            shares[key] = _share(first_depth, first_layer, list_for, transfers_of(row))
+            shares[key] = _share(turns.destination, kind, list_for, transfers_of(row))
         if shares[key].copies:
             _add(turns, row, shares[key])
 
 
-def _share(first_depth: int, first_layer: int, list_for: ListFor, transfers: _Transfers) -> _Share:
+def _share(destination: Layout, kind: Kind, list_for: ListFor, transfers: _Transfers) -> _Share:
     layers: list[str] = []
     copies = []
     instance = None
-    depth = first_depth
+    depth = 0
     for i, h, s, r in transfers:
         if i != instance:
-            layers.append(str(first_layer + i))
+            layers.append(str(kind.layer(i)))
             instance = i
-            depth = first_depth + i
+            depth = destination.depth(kind, i)
         copies.append((len(layers) - 1, h, s, r, depth, list_for(depth, s, r).append))
     return _Share(layers, copies)
 

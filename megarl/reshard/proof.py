@@ -365,9 +365,8 @@ def _check_names(layout: Layout) -> None:
         namesakes[kind.name].append(kind)
     for kinds in namesakes.values():
         for kind, namesake in itertools.combinations(kinds, 2):
-            first = max(kind.first_layer, namesake.first_layer)
-            end = min(kind.first_layer + kind.instances, namesake.first_layer + namesake.instances)
-            if first < end and len(np.intersect1d(kind.ranks, namesake.ranks)):
+            common_layers = set(kind.layers or [None]) & set(namesake.layers or [None])
+            if common_layers and len(np.intersect1d(kind.ranks, namesake.ranks)):
                 raise ProofError(f"{layout.name}: two kinds have one name")
 
 

@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError
-from megarl.models.parameters import LAYER_FIELD
+from megarl.models.parameters import LAYER_FIELD, layers_text
 from megarl.reshard.forwarding import Forwarding, busiest_bytes, delta_bytes, summary
 from megarl.reshard.layout import Kind
 from megarl.reshard.map import Copy, ReshardMap
@@ -160,8 +160,7 @@ def sender_bound(map: ReshardMap) -> float:
 def _when(kind: Kind) -> str:
     if kind.layers is None:
         return "once:"
-    first, end = kind.layers
-    return f"in each of layers {first} to {end - 1}:"
+    return f"in each of {layers_text(kind.layers)}:"
 
 
 def _line(

@@ -103,9 +103,8 @@ def depth_bytes(map: ReshardMap) -> list[int]:
         (1 + max(kind.group for kind in layout.kinds), layout.num_layers + 2), dtype=np.int64
     )
     for kind in layout.kinds:
-        first = layout.depth(kind, 0)
-        largest = max(tensor.bytes for tensor in kind.shards)
-        sizes[kind.group, first : first + kind.instances] += largest
+        depths = [layout.depth(kind, instance) for instance in range(kind.instances)]
+        sizes[kind.group, depths] += max(tensor.bytes for tensor in kind.shards)
     return sizes.max(axis=0).tolist()
 
 

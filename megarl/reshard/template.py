@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from megarl.base.geometry import Box, whole_box
 from megarl.kernels.quantise_rules import Rule
-from megarl.models.parameters import Layers
+from megarl.models.parameters import Layers, layers_text
 from megarl.reshard.layout import Kind, Layout, Piece, of_whole_tensor
 
 IDENTITY = "identity"
@@ -188,7 +188,7 @@ def _lacking(source: Layout, destination: Layout, kind: Kind, piece: Piece) -> s
 def _span(kind: Kind) -> str:
     if kind.layers is None:
         return "one"
-    return f"layers {kind.layers[0]} to {kind.layers[1] - 1}"
+    return layers_text(kind.layers)
 
 
 def _padding(source: Layout, kind: Kind, k: int, kind_rows: list[TemplateRow]) -> list[TemplateRow]:

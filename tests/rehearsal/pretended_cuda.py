@@ -465,6 +465,10 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
+def _host_value(value: Any) -> Any:
+    return value.host_values if isinstance(value, FakeTensor) else value
+
+
 class _Functions(TorchFunctionMode):
     """Handles what FakeTensorMode cannot: tensors made from Python's numbers, values that the host
     reads, pinned memory.
@@ -605,15 +609,11 @@ class _Operations(TorchDispatchMode):
             and tensors
             and all(hasattr(tensor, "host_values") for tensor in tensors)
         ):
-            host = {
-                name: torch.device("cpu") if name == "device" else value
-                for name, value in kwargs.items()
-            }
+            of_host = {name: _host_value(value) for name, value in kwargs.items()}
+            if "device" in kwargs:
+                of_host["device"] = torch.device("cpu")
             with unset_fake_temporarily():
-                out.host_values = function(
-                    *(arg.host_values if isinstance(arg, FakeTensor) else arg for arg in args),
-                    **host,
-                )
+                out.host_values = function(*map(_host_value, args), **of_host)
 
     def _copy(self, source: torch.Tensor, device: torch.device, asynchronous: bool) -> None:
         if source.device.type == "cuda" and device.type == "cpu":

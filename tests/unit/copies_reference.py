@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from megarl.base.geometry import Box
 from megarl.reshard.execute import AmaxTable, payload
@@ -116,7 +117,9 @@ def _lift(tensor: LocalTensor, dims: int) -> LocalTensor:
         Piece(_lifted_box(p.local, dims), p.logical_name, _lifted_box(p.logical, dims))
         for p in tensor.pieces
     )
-    return replace(tensor, shape=(1,) * (dims - len(tensor.shape)) + tensor.shape, pieces=pieces)
+    return structs.replace(
+        tensor, shape=(1,) * (dims - len(tensor.shape)) + tensor.shape, pieces=pieces
+    )
 
 
 def _lifted_box(box: Box, dims: int) -> Box:

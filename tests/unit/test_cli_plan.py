@@ -48,8 +48,8 @@ def test_dry_run_and_plan_count_the_same_gpus_of_a_node(
     """32 ranks. Without GPUs here, as on a login node, 8 a node; else as many as are here."""
     monkeypatch.setattr(commands, "gpus", lambda: (None,) * gpus_here)
     overrides = [
-        "trainer.dp=4",
-        "generator.engines=16",
+        "trainer.dp=8",
+        "generator.engines=8",
         f"launch.ranks_per_node={ranks_per_node}",
     ]
     plan = commands.with_nodes_of_here(
@@ -251,7 +251,9 @@ def test_reshard_lists_dumps_and_draws(
         )
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("70b_aipo", (136, 120)), ("405b_aipo", (512, 512))])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("papers/llamarl_70b_math", (136, 120)), ("405b_aipo", (512, 512))]
+)
 def test_large_runs_of_the_paper_can_be_planned(
     config: str, ranks: tuple[int, int], printed_json, refusal
 ) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import table3
 
 from megarl.config.keys import value_at
 from megarl.config.load import load_config
@@ -89,14 +90,13 @@ PAPERS = {
         },
     ),
 }
-ROWS = re.findall(
-    r"^\| `([\w.]+)` \| .* \| `(.+)` \|$", (ROOT / "docs/papers.md").read_text(), re.MULTILINE
-)
+PAGE = (ROOT / "docs/papers.md").read_text()
+ROWS = re.findall(r"^\| `([\w.]+)` \| .* \| `(.+)` \|$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("name", "overrides"), [*((name, "") for name in PAPERS), *ROWS])
 def test_a_papers_run_loads_fits_and_can_be_started(name: str, overrides: str, printed) -> None:
-    assert len(ROWS) == 13
+    assert len(ROWS) == 17
     assert {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
     path = f"configs/papers/{name}.yaml"
     trainer, generator, settings = PAPERS[name]
@@ -110,7 +110,7 @@ def test_a_papers_run_loads_fits_and_can_be_started(name: str, overrides: str, p
     ]
     gpus = t.tp * t.pp * t.dp, sum(fleet.engines * fleet.tp for fleet in (g, *served))
     if overrides:
-        assert sum(gpus) == trainer + generator
+        assert (max(gpus) if config.cluster.share_gpus else sum(gpus)) == trainer + generator
     else:
         assert (gpus, {key: value_at(config, key) for key in settings}) == (
             (trainer, generator),
@@ -118,3 +118,13 @@ def test_a_papers_run_loads_fits_and_can_be_started(name: str, overrides: str, p
         )
     for command in (["plan", path], ["train", path, "--dry-run"])[: 1 if overrides else 2]:
         assert "\nfits       yes\n" in printed(*command, *overrides.split())
+
+
+@pytest.mark.parametrize("name", table3.ROWS)
+def test_page_has_table_3_as_the_planner_plans_it(name: str) -> None:
+    line = next(line for line in PAGE.splitlines() if f"| {name} |" in line)
+    config, overrides = table3.ROWS[name]
+    planned = table3.with_error(table3.planned_s(name), table3.PUBLISHED_S[name])
+    assert f"| `{config}` |" in line
+    assert f" | {planned} | " in line
+    assert line.endswith(f"| `{overrides}` |" if overrides else "| – |")

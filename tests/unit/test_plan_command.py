@@ -32,8 +32,8 @@ KEYS = [
 # LlamaRL, table 3: GPUs, model parallel sizes of trainer and generator, engines' precision. 405B
 # trains at 8 x 16 instead of 16 with FSDP.
 PAPER = {
-    "8b_aipo_256": (256, 8, 1, None),
-    "70b_aipo": (256, 8, 4, "fp8_block"),
+    "papers/llamarl_8b_math": (256, 8, 1, None),
+    "papers/llamarl_70b_math": (256, 8, 4, "fp8_block"),
     "405b_aipo": (1024, 128, 8, "fp8_block"),
 }
 
@@ -93,7 +93,7 @@ def test_the_table_says_what_fits_and_what_binds(printed, tmp_path: Path) -> Non
 def test_plan_that_does_not_fit_prints_excess_and_remedies(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["configs/70b_aipo.yaml", "trainer.tp=4", "trainer.dp=34"]
+    arguments = ["configs/papers/llamarl_70b_math.yaml", "trainer.tp=4", "trainer.dp=34"]
     facts = plan(capsys, *arguments)
     over = facts["trainer_gib_per_gpu"] - facts["gpu_memory_gib"]
     assert facts["fits"] is False
@@ -181,7 +181,7 @@ def test_a_plan_says_what_training_refuses_on_these_gpus(capsys, gpu, refused):
         ("glm_4.6_aipo", "generator.quantization=fp8_channel"),
         ("deepseek_v3_aipo", "generator.quantization=fp8_channel"),
         ("qwen3_next_80b_a3b_aipo", "generator.quantization=fp8_tensor"),
-        ("qwen3_30b_a3b_aipo", "trainer.sequence_parallel=false"),
+        ("qwen3_30b_a3b_aipo", "trainer.tp=2 trainer.dp=8"),
         ("8b_aipo", "model.dtype=float32"),
         ("8b_aipo", "generator.tp=16 generator.engines=1 launch.ranks_per_node=6"),
     ],
@@ -207,8 +207,8 @@ def test_a_plan_fits_only_if_training_accepts_it(
         (["--search", "--gpus", "1"], "--gpus 1: must be at least 2"),
         (["--picture", "plan.gif"], "must end in .svg or .png"),
         (
-            ["rollout.max_tokens=16300"],
-            "plan.prompt_tokens=128 it is 16428 tokens; they must be at most "
+            ["rollout.max_tokens=4000"],
+            "plan.prompt_tokens=128 it is 4128 tokens; they must be at most "
             "trainer.max_tokens_per_microbatch",
         ),
         (

@@ -46,6 +46,7 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import landings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+_8B = "papers/llamarl_8b_math"  # finer trainer ranks than engines'
 MODELS = CONFIGS / "models"
 H100 = GPUS["H100"]
 WORK = Workload(512, 128, 128, 512, 2048)
@@ -501,7 +502,7 @@ def test_landing_memory_of_all_layers_follows_from_two(
 
 @pytest.mark.parametrize(
     ("config", "overrides", "gib"),
-    [("8b_aipo_256", [], 4.5), ("8b_aipo_256", ["weights.transport=nccl"], 0), ("8b_aipo", [], 0)],
+    [(_8B, [], 4.5), (_8B, ["weights.transport=nccl"], 0), ("8b_aipo", [], 0)],
     ids=["over several nodes", "by messages", "on one node"],
 )
 def test_landing_memory_is_counted_with_mooncake(

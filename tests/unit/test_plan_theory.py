@@ -4,6 +4,7 @@ theorem on random problems.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +15,19 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.memory import Workload
 from megarl.estimate.theory import (
     AffineEta,
+    MeasuredEta,
     Problem,
     best_asynchronous,
     best_synchronous,
+    measured_etas,
     problem_of,
+    speedup_steps,
 )
 from megarl.estimate.times import GenerateModel
 from megarl.models import load_spec
@@ -178,6 +183,73 @@ def test_nothing_beats_the_closed_form(
     m_t = (4 * problem.weights + problem.activation * b_t) / problem.memory
     m_g = (problem.weights + problem.kv_cache * b_g) / problem.memory
     assert asynchronous_s(problem, b_t, b_g, m_t, m_g, theta) >= best.step_s * (1 - 1e-9)
+
+
+BATCHES = tuple(float(2**i) for i in range(6))
+MEASURED = st.lists(st.floats(0.05, 2), min_size=6, max_size=6).map(
+    lambda seconds: MeasuredEta(BATCHES, tuple(seconds))
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(PROBLEMS, MEASURED, MEASURED)
+def test_measured_eta_of_any_shape_has_the_optima_of_a_grid(problem, eta_t, eta_g) -> None:
+    """Also values that rise and fall again."""
+    problem = replace(problem, eta_t=eta_t, eta_g=eta_g)
+    batches = np.append(np.geomspace(1, 32, 200), BATCHES)
+    train = (4 * problem.weights + problem.activation * batches) * eta_t(batches)
+    generate = (problem.weights + problem.kv_cache * batches) * eta_g(batches)
+    per_byte = problem.batch / problem.gpus / problem.memory
+    least = per_byte * (train.min() + generate.min())
+    assert least * 0.98 < best_asynchronous(problem).step_s <= least * (1 + 1e-4)
+    both_memories = 5 * problem.weights + problem.kv_cache * batches[None, :]
+    both_memories = both_memories + problem.activation * batches[:, None]
+    both_s = eta_t(batches)[:, None] + eta_g(batches)[None, :]
+    least = per_byte * (both_memories * both_s).min()
+    assert least * 0.98 < best_synchronous(problem).step_s <= least * (1 + 1e-3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(PROBLEMS)
+def test_steps_of_equation_11_multiply_to_the_speedup(problem: Problem) -> None:
+    memory_factor, batch_factor = speedup_steps(problem)
+    assert memory_factor > 1
+    assert batch_factor >= 1 - 1e-9
+    speedup = best_synchronous(problem).step_s / best_asynchronous(problem).step_s
+    assert memory_factor * batch_factor == pytest.approx(speedup)
+
+
+def test_eta_that_does_not_decrease_is_named_by_its_batches() -> None:
+    etas = measured_etas(["t:1=0.9", "t:16=0.45", "t:4=0.4", "g:1=2", "g:8=1"])
+    assert etas["t"].increases() == [(4, 16)]
+    assert etas["g"].increases() == []
+
+
+def test_run_gives_eta_at_its_microbatch_and_concurrency(tmp_path: Path) -> None:
+    """Two replicas and three engines, 8 samples a step: 4 s of training, 6 s of generation."""
+    row = {
+        "step": 0,
+        "time/step_s": 7,
+        "time/trainer_wait_s": 2,
+        "time/sync_s": 0.5,
+        "time/save_s": 0.5,
+    }
+    row |= {"time/generator_wait_s": 1, "tokens_per_s": 300, "samples_per_s": 2}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "config.yaml").write_text(
+        "model: {path: m}\ntrainer: {dp: 2, max_tokens_per_microbatch: 1024}\n"
+        "generator: {engines: 3, max_concurrency: 16}\n"
+        "rollout: {prompts_per_step: 4, n: 2}\nplan: {prompt_tokens: 106}\n"
+    )
+    etas = measured_etas([str(tmp_path), "t:1=9", "g:1=9"])
+    assert etas["t"] == MeasuredEta((1, 4), (9, 4 * 2 / 8))
+    assert etas["g"] == MeasuredEta((1, 16), (9, 6 * 3 / 8))
+
+
+@pytest.mark.parametrize("measurement", ["no_such_run", "t:1=0.5", "x:1=2"])
+def test_eta_that_cannot_be_used_is_refused(measurement: str) -> None:
+    with pytest.raises(ConfigError, match="--eta"):
+        measured_etas([measurement])
 
 
 def test_problem_of_a_run_has_the_numbers_of_the_planner() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from small_maps import LLAMA_405B, TINY, all_copies, tiny_map
 from megarl.base.geometry import Box, GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
 from megarl.models.experts import Experts
+from megarl.models.registry import load_spec
 from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -21,6 +23,8 @@ from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.report import render, to_json
 from megarl.reshard.schedule import batches_from, batches_to, scheduled_writes
 from megarl.reshard.template import Holder, TemplateRow, coalesce
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_plan_hash_is_reproducible_and_differs_with_every_input():
@@ -249,3 +253,17 @@ def test_peers_are_the_pairs_that_a_copy_goes_between():
     pairs = {(copy.source_rank, copy.destination_rank) for copy in all_copies(map)}
     assert {tuple(pair) for pair in np.argwhere(map.peers()).tolist()} == pairs
     assert len(pairs) < map.source.world_size * map.destination.world_size
+
+
+@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "qwen3.5-397b-a17b"])
+def test_rows_do_not_grow_with_alternating_layers(model):
+    whole = load_spec(CONFIGS / "models" / model)
+    row_counts = []
+    for spec in (whole.cut(whole.period), whole):
+        topology = TrainerTopology(tp=2, dp=8, ep=8)
+        trainer = trainer_layout(spec, topology, "bfloat16", "te")
+        engines = generator_layout(spec, GeneratorTopology(2, 4, ep=4), "bfloat16")
+        map = ReshardMap.build(trainer, engines)
+        prove_exactly_once(map)
+        row_counts.append(len(map.rows))
+    assert row_counts[0] == row_counts[1]

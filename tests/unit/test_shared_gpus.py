@@ -58,7 +58,9 @@ SMALL_ENGINE = "generator.max_concurrency=32"
 CONFIGS = Path(__file__).parents[2] / "configs"
 ONE = [
     "trainer.tp=1",
+    "trainer.dp=1",
     "trainer.sequence_parallel=false",
+    "trainer.recompute=true",
     "generator.engines=1",
     "generator.tp=1",
     "cluster.share_gpus=true",
