@@ -178,7 +178,7 @@ def test_nothing_fits_says_who_is_too_large() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("70b_aipo", ("trainer.tp=4", "trainer.dp=34")),
+        ("papers/llamarl_70b_math", ("trainer.tp=4", "trainer.dp=34")),
         ("70b_aipo", ("generator.tp=1", "generator.max_concurrency=128")),
         ("8b_aipo", ("trainer.tp=1", "trainer.dp=4", "trainer.recompute=false")),
         ("qwen3_30b_a3b_aipo", ("trainer.ep=2",)),

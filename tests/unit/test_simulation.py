@@ -562,7 +562,7 @@ def test_output_adds_up_to_the_step(printed, printed_json):
     each_step = ["checkpoint.every=1", "checkpoint.beside=false"]
     lines = dict(line.split(maxsplit=1) for line in printed(*CONFIG, *each_step).splitlines())
     assert "checkpoints +36 s" in lines["adds"]
-    assert "for checkpoints 66%" in lines["waits"]
+    assert "for checkpoints 73%" in lines["waits"]
     assert lines["advice"].startswith("write checkpoints less often")
     summary = printed_json(*CONFIG, *each_step, "plan.simulation.checkpoint_s=0", "--json")
     assert summary["waits_for_checkpoints"] == 0
@@ -645,7 +645,7 @@ def test_failures_of_a_run_are_simulated_again(tmp_path):
     samples = tmp_path / "samples.jsonl"
     group = {"samples": [{"tokens": 256, "versions": [[0, 256]]}]}
     write_json_lines(samples, ({"step": step, **group} for step in range(40)))
-    times = {"gpu_mtbf_h": 0.3, "checkpoint_s": 5, "restart_s": 60, "engine_restart_s": 30}
+    times = {"gpu_mtbf_h": 0.15, "checkpoint_s": 5, "restart_s": 60, "engine_restart_s": 30}
     failures = [
         "checkpoint.every=4",
         *(f"plan.simulation.{key}={value}" for key, value in times.items()),

@@ -101,14 +101,14 @@ def test_nccl_has_one_kind_of_memory_on_both_sides(monkeypatch, transport, envir
     plan = resolve(load_config("configs/8b_aipo.yaml", [f"weights.transport={transport}"]), "plan")
     [node] = placement(plan, training_job(plan), 1, 8)
     rendezvous = Rendezvous(
-        "h", 1, "KEY", "h", 2, {"engine": [EngineAddress("h", 3, 4)] * 4}, "", "", 0, ""
+        "h", 1, "KEY", "h", 2, {"engine": [EngineAddress("h", 3, 4)] * 2}, "", "", 0, ""
     )
     report = NodeReport(
         0, "", "h", gpus=8, ports={part.name: 3 for part in node.engines}, versions={}, problems=[]
     )
     part = node_part(plan, node, report, rendezvous)
     specs = part.engines(device="cuda") + part.trainers("trainer")
-    assert len(specs) == 8
+    assert len(specs) == 2 + 4  # an engine of two GPUs is one process
     assert {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {expected}
 
 
