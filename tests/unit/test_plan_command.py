@@ -285,13 +285,14 @@ def test_theory_prints_closed_form_beside_the_search(
     facts = plan(capsys, path, "--theory")
     theory = facts.pop("theory")
     assert facts == plain, "the plan is the config's own"
-    assert theory["search"]["theta"] == plan(capsys, path, "--search")["search"]["theta"]
+    searched = plan(capsys, path, "--search")["search"]
+    assert theory["search"]["theta"] == searched["theta"]
     closed_form = theory["closed_form"]
     synchronous = theory["synchronous"]
     assert theory["speedup_bound"] == pytest.approx(synchronous["step_s"] / closed_form["step_s"])
     assert theory["speedup_bound"] > 1
-    # there the search splits the optimizer over replicas, which the paper does not
-    if name != "qwen3_30b_a3b_aipo":
+    # elsewhere the search splits weights or the optimizer over replicas, which the paper does not
+    if name != "qwen3_30b_a3b_aipo" and searched["settings"]["trainer.zero"] < 3:
         assert closed_form["step_s"] < theory["search"]["step_s"], (
             "which knows of whole GPUs, and of communication"
         )
