@@ -202,7 +202,7 @@ def test_an_export_without_the_layer_is_named_in_one_line(tmp_path: Path) -> Non
         ),
         2,
     )
-    spec = load_spec(values | small, mtp=True)
+    spec = load_spec(values | small | {"first_k_dense_replace": 1}, mtp=True)
     without = hf_layout(replace(spec, mtp_layers=0), "float32").tensors(0)
     save_file(
         {tensor.name: torch.zeros(tensor.shape) for tensor in without},
