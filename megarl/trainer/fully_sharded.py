@@ -75,13 +75,17 @@ def shard(
     for chunk in chunks:
         for layer in [module for module in chunk.modules() if isinstance(module, TransformerLayer)]:
             experts = getattr(layer.mlp, "experts", None)
-            # Megatron's mark of parameters that have the experts' mesh
-            if experts is not None and not all(p.allreduce for p in experts.parameters()):
+            if experts is not None and any(map(_has_mesh_of_experts, experts.parameters())):
                 shard_module(experts, of_experts)
             shard_module(layer, dense)
         # The rest is gathered from the forward pass to the end of the backward pass: the loss, too,
         # multiplies by the output layer's weight.
         shard_module(chunk, dense)
+
+
+def _has_mesh_of_experts(parameter: torch.nn.Parameter) -> bool:
+    """Megatron marks parameters of experts that have another mesh than dense layers."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def _group(group: Any) -> dist.ProcessGroup:

@@ -26,6 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from megarl.base.files import sync_folder
 from megarl.base.geometry import Box
@@ -458,7 +459,7 @@ def export_hf(
     by_name = {tensor.name: tensor for tensor in tensors}
     copies = []
     for name, original in repeated.items():
-        copies.append(replace(by_name[original], name=name, pieces=()))
+        copies.append(structs.replace(by_name[original], name=name, pieces=()))
     plan = replace(
         file_plan([*tensors, *copies], max_file_bytes, indexed=spec.vision_tower), repeated=repeated
     )

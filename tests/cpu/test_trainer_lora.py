@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "shared": (
         "qwen3_moe",
         ALL | {"experts": "shared"},
-        "single ep2 tp2_etp2 tp2_ep2 pp2_vpp2_ep2",
+        "single ep2 tp2_etp2 tp2_ep2 ep2_zero3 pp2_vpp2_ep2",
     ),
     "latent": ("deepseek_v3", ALL, "single tp2_ep2 cp2_ep2"),
 }
