@@ -169,7 +169,12 @@ def open_synced(setting: Fp8Setting, folder: Path, key_file: Path) -> Iterator[S
         folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape
     )
     # The engine gets a folder without weights.
-    shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        checkpoint,
+        folder / "config",
+        ignore=shutil.ignore_patterns("*.safetensors"),
+        dirs_exist_ok=True,  # the engine may have been open before
+    )
     settings = dict(
         dp_attention=setting.dp_attention,
         **server_arguments(setting.quantization, load_spec(checkpoint).vision_tower),
