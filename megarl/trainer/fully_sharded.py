@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
 
@@ -46,6 +47,24 @@ class FullyShardedChunk(_BaseDataParallel):
         """FSDP2 has reduced the gradients at the end of each backward pass."""
 
 
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Takes the memory of a layer's parameters as soon as its attention or MLP has been made: a GPU
+    could not hold all layers before they are sharded. `shard` sets their values.
+    """
+
+    def take(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+        if isinstance(parent, TransformerLayer) and module is not None:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+    handle = register_module_module_registration_hook(take)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def shard(
     chunks: Sequence[GPTModel],
     dtype: torch.dtype,
@@ -53,8 +72,7 @@ def shard(
     trained: bool,
     whole: set[torch.nn.Parameter],
 ) -> None:
-    """Cuts the parameters of the chunks in place, except those in `whole`. Weights, all zero
-    before, stay zero.
+    """Cuts the parameters of the chunks in place, except those in `whole`, and sets them to zero.
 
     dtype: the model's, in which parameters are gathered. trained: whether the shards become master
     weights.
@@ -106,8 +124,8 @@ def _shard_module(
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) or parameter in whole:
             continue
-        if trained:
-            parameter.data = torch.zeros_like(parameter.data, dtype=torch.float32)
+        dtype = torch.float32 if trained else parameter.dtype
+        parameter.data = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         unsharded[name] = parameter
     fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
     sharded = dict(module.named_parameters())

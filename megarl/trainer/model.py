@@ -699,7 +699,9 @@ class MegatronModel:
         self.replay: RoutingReplay | None = None
 
     def _build_chunks(self) -> list[GPTModel]:
-        return build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
+        sharded = self.topology.zero == 3
+        with fully_sharded.without_memory() if sharded else contextlib.nullcontext():
+            return build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
 
     def _check_parameters(self, adapters: set[torch.nn.Parameter]) -> None:
         """Raises ConfigError if the model has other parameters than the layout and `adapters`: one

@@ -115,9 +115,7 @@ def with_layers(plan: RunPlan, layers: int) -> RunPlan:
     experts = spec.experts
     if experts:
         experts = dataclasses.replace(experts, first_layer=min(experts.first_layer, layers))
-    spec = dataclasses.replace(
-        spec, num_layers=layers * topology.pp * topology.vpp, experts=experts
-    )
+    spec = dataclasses.replace(spec.cut(layers * topology.pp * topology.vpp), experts=experts)
     even = {"first_stage_layers": None, "last_stage_layers": None}
     config = dataclasses.replace(
         plan.config, trainer=dataclasses.replace(plan.config.trainer, **even)
