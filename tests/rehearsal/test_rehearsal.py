@@ -127,12 +127,15 @@ def waits(report: dict[str, Any], phase: str) -> dict[tuple[str, str], int]:
 
 def check_memory(report: dict[str, Any]) -> None:
     """Each part is within 5 % of the plan, and building takes no more memory than the rank holds
-    afterwards.
+    afterwards; or than a step, if the parameters are sharded one layer after the other.
     """
     for part, size in report["parts"].items():
         assert size == pytest.approx(report["plan"][part], rel=0.05), part
     build = report["phases"]["build"]
-    assert build["peak_gib"] <= build["held_gib"] * 1.05
+    most = build["held_gib"] * 1.05
+    if build["peak_at"].startswith("megarl/trainer/fully_sharded.py"):
+        most = report["phases"]["step"]["peak_gib"]
+    assert build["peak_gib"] <= most
 
 
 @needs
@@ -160,7 +163,7 @@ def test_waits_for_changes_do_not_grow_with_the_tensors(shadow, tmp_path):
     report = rehearse(tmp_path, "8b_aipo", "weights.delta=auto", f"weights.delta_shadow={shadow}")
     assert waits(report, "changes") == OF_CHANGES
     # once for each tensor of a rank, when engines continue
-    of_host = {("copy to the host", "megarl/reshard/deltas.py:moved_to"): 15}
+    of_host = {("copy to the host", "megarl/reshard/deltas.py:moved_to"): 20}
     assert waits(report, "send changes") == (of_host if shadow == "host" else {})
 
 
