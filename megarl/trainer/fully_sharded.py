@@ -18,11 +18,9 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.gpt import GPTModel
@@ -33,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
-Weights = Mapping[torch.Tensor, torch.Tensor]
+from megarl.trainer.parallel import expert_replica_group, replica_group
 
 
 class FullyShardedChunk(_BaseDataParallel):
@@ -80,9 +78,9 @@ def shard(
     # GPTModel returns its hidden states transposed. Nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    group = _group(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    group = replica_group()
     dense = of_experts = DeviceMesh.from_group(group, device_type)
-    group_of_experts = _group(parallel_state.get_expert_data_parallel_group())
+    group_of_experts = expert_replica_group()
     # DTensor takes meshes of the same ranks for one, and Megatron asks which group one has.
     if dist.get_process_group_ranks(group_of_experts) != dist.get_process_group_ranks(group):
         of_experts = DeviceMesh.from_group(group_of_experts, device_type)
@@ -104,11 +102,6 @@ def shard(
 def _has_mesh_of_experts(parameter: torch.nn.Parameter) -> bool:
     """Megatron marks parameters of experts that have another mesh than dense layers."""
     return not getattr(parameter, "allreduce", True)
-
-
-def _group(group: Any) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def _shard_module(
@@ -180,7 +173,7 @@ def local_rows(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def replaced(weights: Weights) -> Iterator[None]:
+def replaced(weights: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
     """Replaces the local shards of parameters, the keys, by other values for a while.
 
     The values keep their place, since FSDP2 gathers from there.

@@ -42,6 +42,16 @@ def data_group() -> dist.ProcessGroup:
     return _made(parallel_state.get_data_parallel_group())
 
 
+def replica_group() -> dist.ProcessGroup:
+    """The ranks with the same weights, in dense layers."""
+    return _made(parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def expert_replica_group() -> dist.ProcessGroup:
+    """The ranks with the same experts."""
+    return _made(parallel_state.get_expert_data_parallel_group())
+
+
 def pipeline_group() -> dist.ProcessGroup:
     return _made(parallel_state.get_pipeline_model_parallel_group())
 
