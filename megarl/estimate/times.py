@@ -729,15 +729,18 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
     changed weights, if the share CHANGED has changed.
 
     Ranks of one node write over NVLink, others over their NICs, and those of a single GPU inside
-    its memory.
+    its memory. A sender prepares its next writes while others are under way, so the longer of the
+    two counts. A delta is one write to each engine.
     """
     source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
     destination = engines_layout(config, spec, cluster.gpu.device)
-    carried_out = planned_relays(
+    map, forwarding = planned_relays(
         ReshardMap.build(source, destination), config.weights.relay, config.generator.tp
     )
     rate = update_bytes_per_s(config, cluster)
-    return busiest_bytes(*carried_out) / rate, delta_bytes(*carried_out, CHANGED) / rate
+    writes_s = int(map.rank_writes().max()) * constants_of(cluster.gpu.name).write_s
+    full_s = max(busiest_bytes(map, forwarding) / rate, writes_s)
+    return full_s, delta_bytes(map, forwarding, CHANGED) / rate
 
 
 def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -186,6 +187,19 @@ class ReshardMap:
             np.add.at(received, assignment.receivers.ravel(), copies)
         return sent, received
 
+    def rank_writes(self) -> np.ndarray:
+        """The number of writes that each rank sends."""
+        writes = np.zeros(self.source.world_size, dtype=np.int64)
+        rows_of = defaultdict(list)
+        for row in self.write_rows:
+            rows_of[self.turns.sharing_key(row)].append(row)
+        for rows in rows_of.values():
+            assignment = self.turns.assignment(rows[0])
+            replicas = assignment.senders.shape[1]
+            instances = assignment.sizes * sum(map(self._parts, rows))
+            np.add.at(writes, assignment.senders.ravel(), np.repeat(instances, replicas))
+        return writes
+
     def peers(self) -> np.ndarray:
         """Whether a source rank sends anything to a destination rank, [source ranks, destination
         ranks].
@@ -225,8 +239,12 @@ class ReshardMap:
     def times(self, row: TemplateRow) -> int:
         """The number of copies that a row stands for."""
         target = self.destination.kinds[row.kind]
+        return target.instances * target.replicas * self._parts(row)
+
+    def _parts(self, row: TemplateRow) -> int:
+        """The copies of one instance of a row: each expert travels alone."""
         per_expert = row.transform != ZEROS and of_experts(self.destination, row)
-        return target.instances * target.replicas * (row.box.shape[0] if per_expert else 1)
+        return row.box.shape[0] if per_expert else 1
 
     @cached_property
     def turns(self) -> Turns:

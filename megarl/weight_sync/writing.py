@@ -227,22 +227,61 @@ def send(
     from one update to the next. The shares are hashes of the expected values, computed at the
     source, so that the audit covers the whole way.
     """
-    hashes = Hashes()
     payloads = payloads or Payloads()
     payloads.begin(sources)
     transport.prepare(sources.values())
+    hashes = SentHashes()
+    unwritten = Counter(map(content_of, copies))
+    kept: dict[tuple, torch.Tensor] = {}  # until the last engine has been sent them
     for copy in copies:
-        values = payloads.of(copy, amax)
+        content = content_of(copy)
+        values = kept[content] if content in kept else payloads.of(copy, amax)
         transport.write(copy, values)
         if audit:
-            rank = copy.destination_rank
-            name = copy.destination_tensor
-            hashes.add((rank, name), values, copy.destination_box, shapes[rank][name])
+            hashes.add(copy, values, shapes)
+        unwritten[content] -= 1
+        if unwritten[content]:
+            kept[content] = values
+        else:
+            kept.pop(content, None)
     transport.fence()
-    shares: dict[int, dict[str, int]] = defaultdict(dict)
-    for (rank, name), share in hashes.totals().items():
-        shares[rank][name] = share
-    return WrittenPart(sum(copy.bytes for copy in copies), dict(shares))
+    return WrittenPart(sum(copy.bytes for copy in copies), hashes.shares())
+
+
+class SentHashes:
+    """The sender's shares of the hashes of all tensors that it writes.
+
+    What several engines get at the same place of the same tensor is hashed once.
+    """
+
+    def __init__(self) -> None:
+        self._hashes = Hashes()
+        # tensor, its shape, box, and the values' content -> the ranks that get them there
+        self._ranks: dict[tuple, list[int]] = {}
+
+    def add(
+        self,
+        copy: Copy,
+        values: torch.Tensor,
+        shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
+    ) -> None:
+        """`values`: what `copy` writes. `shapes`: rank -> name -> shape."""
+        rank = copy.destination_rank
+        name = copy.destination_tensor
+        shape = shapes[rank][name]
+        place = (name, shape, copy.destination_box, content_of(copy))
+        if place not in self._ranks:
+            self._hashes.add(place, values, copy.destination_box, shape)
+            self._ranks[place] = []
+        self._ranks[place].append(rank)
+
+    def shares(self) -> Shares:
+        totals: Shares = defaultdict(dict)
+        for place, share in self._hashes.totals().items():
+            name = place[0]
+            for rank in self._ranks[place]:
+                totals[rank][name] = (totals[rank].get(name, 0) + share) & MASK
+        return dict(totals)
 
 
 def shares_of(parts: Sequence[WrittenPart]) -> Shares:
@@ -419,27 +458,22 @@ class Deltas:
         `payloads`: of this update.
         """
         usable = self.on and confirmed >= 0 and confirmed == self._version and not self._fulls
-        if not usable or any(_key(copy) not in self._sent_values for copy in copies):
+        if not usable or any(content_of(copy) not in self._sent_values for copy in copies):
             return None
-        hashes = Hashes()
+        hashes = SentHashes()
         copies_of = _by_payload(copies)
 
         def compared() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for key, equal_copies in copies_of.items():
                 values = payloads.of(equal_copies[0], amax)
                 for copy in equal_copies if audit else ():
-                    rank = copy.destination_rank
-                    name = copy.destination_tensor
-                    hashes.add((rank, name), values, copy.destination_box, shapes[rank][name])
+                    hashes.add(copy, values, shapes)
                 yield bits_of(values.contiguous()).view(-1), self._sent_values[key]
 
         deltas = dict(zip(copies_of, find_deltas(compared()), strict=True))
         by_rank = defaultdict(list)
-        shares = defaultdict(dict)
         for copy in copies:
-            by_rank[copy.destination_rank].append((copy, deltas[_key(copy)]))
-        for (rank, name), share in hashes.totals().items():
-            shares[rank][name] = share
+            by_rank[copy.destination_rank].append((copy, deltas[content_of(copy)]))
         sizes = {}
         changed = 0
         for rank, changes in by_rank.items():
@@ -447,7 +481,7 @@ class Deltas:
             for copy, delta in changes:
                 changed += delta.changed * copy.bytes // copy.destination_box.numel
         return RankChanges(
-            by_rank, deltas, dict(shares), sizes, changed, sum(copy.bytes for copy in copies)
+            by_rank, deltas, hashes.shares(), sizes, changed, sum(copy.bytes for copy in copies)
         )
 
     def keep(
@@ -531,8 +565,8 @@ def send_changes(
     return WrittenPart(sum(changes.sizes.values()), changes.shares)
 
 
-def _key(copy: Copy) -> tuple:
-    """A key that is equal for copies of the same values."""
+def content_of(copy: Copy) -> tuple:
+    """A key that is equal only for copies of the same values."""
     return (
         copy.source_tensor,
         copy.source_box,
@@ -545,5 +579,5 @@ def _key(copy: Copy) -> tuple:
 def _by_payload(copies: Sequence[Copy]) -> dict[tuple, list[Copy]]:
     copies_of: dict[tuple, list[Copy]] = defaultdict(list)
     for copy in copies:
-        copies_of[_key(copy)].append(copy)
+        copies_of[content_of(copy)].append(copy)
     return copies_of

@@ -22,6 +22,8 @@ MEANINGS = {
     "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
     "packing": "a training step on packed sequences, compared with one on sequences padded to a "
     "common length",
+    "writes": "what an update's writes cost the processor of a sending rank, by the cut of its "
+    "parameters and the engines' precision",
 }
 
 
@@ -86,6 +88,10 @@ def run(arguments: argparse.Namespace) -> None:
         import packed_step
 
         packed_step.run(arguments.sequences, arguments.repeats, arguments.json)
+    elif arguments.what == "writes":
+        import sender_writes
+
+        sender_writes.run(arguments.json)
 
 
 def main(argv: list[str]) -> int:

@@ -243,6 +243,9 @@ class MooncakeTransport(Transport):
         self._half = 0
         self._filled = 0
         self._noted = 0  # the half in use, bytes in it, bytes noted since the last flush
+        # what has been staged in this half: memory, shape, strides -> (its address, the values,
+        # which are kept so that no address is reused)
+        self._staged_values: dict[tuple, tuple[int, torch.Tensor]] = {}
         self._on_gpu = False  # whether the values come from a GPU
         # address -> registered memory; kept so that no address is reused
         self._sources: dict[int, torch.UntypedStorage] = {}
@@ -342,7 +345,13 @@ class MooncakeTransport(Transport):
             address += part.nbytes
 
     def _staged(self, part: torch.Tensor) -> int:
-        """Copies at most LONGEST_RUN_BYTES to the staging buffer. Returns their address there."""
+        """Copies at most LONGEST_RUN_BYTES to the staging buffer, once for all engines that get
+        them from this half. Returns their address there.
+        """
+        key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
+        if key in self._staged_values:
+            address, _ = self._staged_values[key]
+            return address
         if self._staging is None:
             self._staging = torch.empty(2, HALF_BYTES, dtype=torch.uint8, device=part.device)
             register(self._engine, [(self._staging.data_ptr(), 2 * HALF_BYTES)])
@@ -355,6 +364,7 @@ class MooncakeTransport(Transport):
         )
         place.copy_(part)
         self._filled = start + part.nbytes
+        self._staged_values[key] = (place.data_ptr(), part)
         return place.data_ptr()
 
     def _note(self, rank: int, source: int, destination: int, size: int) -> None:
@@ -382,6 +392,7 @@ class MooncakeTransport(Transport):
         self._filled = 0
         self._noted = 0
         self._runs = {}
+        self._staged_values = {}
         if not self._free[self._half].acquire(timeout=self._timeout_s):
             raise self._late()
 
