@@ -38,6 +38,7 @@ from megarl.estimate.times import (
     GenerateTime,
     TrainModel,
     TrainTime,
+    UpdateSeconds,
     control_s,
     sync_s,
 )
@@ -334,6 +335,7 @@ class Estimate:
     train: TrainTime
     sync_s: float
     delta_sync_s: float  # if only changed elements are sent: the share CHANGED of all
+    writes_bind: bool  # the number of writes, not their bytes, determines `sync_s`
     control_s: float  # messages and calls of an update, whether full or a delta
     shadow: float  # bytes of a trainer node's memory for what was sent last
     inboxes: float  # bytes of an engine node's memory to which Mooncake writes changes
@@ -444,9 +446,9 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     messages_s = updates_control_s(groups, senders, constants)
     adapters_s = adapters.alone_s(config, spec, cluster)
     if adapters_s is None:
-        full_s, delta_s = sync_s(spec, config, cluster)
+        update = sync_s(spec, config, cluster)
     else:  # an update carries all elements of the adapters, and nothing else
-        full_s = delta_s = adapters_s
+        update = UpdateSeconds(full=adapters_s, delta=adapters_s, writes=0.0)
     train = training_time(config, spec, config.trainer, workload)
     shared = bool(config.cluster.share_gpus)
     checkpoint_bytes = _on_node(
@@ -467,10 +469,11 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         saving=checkpoint_bytes if config.checkpoint.beside else 0.0,
         checkpoint_s=checkpoint_bytes / (config.plan.checkpoint_gb_s * 1e9),
         train=train,
-        sync_s=full_s + messages_s,
-        delta_sync_s=delta_s + messages_s,
+        sync_s=update.full + messages_s,
+        delta_sync_s=update.delta + messages_s,
         sends_adapters=adapters_s is not None,
         control_s=messages_s,
+        writes_bind=update.full == update.writes,
         shadow=_shadow_bytes_of_node(config, spec, cluster),
         inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config) else 0.0,
         glue_s=constants.glue_s,

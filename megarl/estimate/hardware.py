@@ -117,8 +117,6 @@ class Constants:
     trainer_message_s: float = 60e-6
     # per engine worker: its part of answers, and its audit (python tests/benchmarks fleet)
     worker_message_s: float = 100e-6
-    # per write of a sending rank (python tests/benchmarks writes)
-    write_s: float = 15e-6
     # per engine: the HTTP calls of an update (python tests/benchmarks driver, 256 engines)
     engine_calls_s: float = 1.4e-3
     # of a GPU to and from pinned host memory: PCIe 4.0 x16 in practice

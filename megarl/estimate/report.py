@@ -224,12 +224,11 @@ def _time(result: Estimate, baseline: Baseline | None) -> Iterator[str]:
 
 
 def _update_time(result: Estimate) -> Iterator[str]:
-    content = "adapters" if result.sends_adapters else "bytes"
+    content = "adapters over its link" if result.sends_adapters else "bytes over its link"
+    if result.writes_bind:
+        content = "number of writes"
     bytes_s = result.sync_s - result.control_s
-    yield (
-        f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's {content} over its "
-        "link"
-    )
+    yield f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's {content}"
     if not result.sends_adapters:
         yield (
             f"           {'':<14}{result.delta_sync_s - result.control_s:9.2g}   if {CHANGED:.0%} "

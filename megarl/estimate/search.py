@@ -140,6 +140,7 @@ class Search:
     config: RunConfig
     spec: ModelSpec
     gpus: int
+    sharded: bool = True  # whether zero=3 is tried
     trainers: dict[int, Side | None] = field(default_factory=dict)
     generators: dict[int, Side | None] = field(default_factory=dict)
     beside_caches: dict[tuple[int, int, str | None], BesideCache] = field(default_factory=dict)
@@ -150,7 +151,8 @@ class Search:
         self.cached = cached_workload(self.config)
         self.constants = constants_of(self.cluster.gpu.name)
         self.dtype = self.config.model.dtype
-        self.trainer_shapes = list(trainer_shapes(self.config, self.spec, self.cluster))
+        shapes = trainer_shapes(self.config, self.spec, self.cluster)
+        self.trainer_shapes = [shape for shape in shapes if self.sharded or shape.zero < 3]
         self.generator_shapes = []
         if not self.config.generator.has_groups:
             self.generator_shapes = list(generator_shapes(self.config, self.spec))
@@ -480,8 +482,17 @@ def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[SearchResult,
 
     Raises ConfigError if nothing fits.
     """
-    result = Search(config, shape_of(spec), gpus).run()
-    return result, with_settings(config, result.settings)
+    shape = shape_of(spec)
+    result = Search(config, shape, gpus).run()
+    proposal = with_settings(config, result.settings)
+    if proposal.trainer.zero == 3:  # its many writes are counted only by the map of a whole run
+        unsharded = Search(config, shape, gpus, sharded=False)
+        if unsharded.best_split() is not None:
+            other = unsharded.run()
+            other_proposal = with_settings(config, other.settings)
+            if estimate(other_proposal, spec).step_s < estimate(proposal, spec).step_s:
+                return other, other_proposal
+    return result, proposal
 
 
 @dataclass(frozen=True)

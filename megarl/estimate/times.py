@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import CONSTANTS, Cluster, Constants, constants_of
@@ -26,7 +27,7 @@ from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
 from megarl.models.spec import SCALAR
 from megarl.plan.topologies import engines_layout, gpus_of_run, trainer_topology
-from megarl.reshard.forwarding import busiest_bytes, delta_bytes, planned_relays
+from megarl.reshard.forwarding import delta_bytes, planned_relays, update_s, writes_s
 from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.speculative.settings import NEXTN
@@ -724,9 +725,14 @@ class GenerateModel:
 CHANGED = 0.01
 
 
-def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of two updates, by the map of the run: one of all weights, and one of only the
-    changed weights, if the share CHANGED has changed.
+class UpdateSeconds(NamedTuple):
+    full: float  # of an update of all weights
+    delta: float  # of only the changed weights, if the share CHANGED has changed
+    writes: float  # the part of `full` in which the busiest sender prepares its writes
+
+
+def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> UpdateSeconds:
+    """The seconds of updates, by the map of the run.
 
     Ranks of one node write over NVLink, others over their NICs, and those of a single GPU inside
     its memory. A sender prepares its next writes while others are under way, so the longer of the
@@ -738,9 +744,11 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
         ReshardMap.build(source, destination), config.weights.relay, config.generator.tp
     )
     rate = update_bytes_per_s(config, cluster)
-    writes_s = int(map.rank_writes().max()) * constants_of(cluster.gpu.name).write_s
-    full_s = max(busiest_bytes(map, forwarding) / rate, writes_s)
-    return full_s, delta_bytes(map, forwarding, CHANGED) / rate
+    return UpdateSeconds(
+        full=update_s(map, forwarding, rate),
+        delta=delta_bytes(map, forwarding, CHANGED) / rate,
+        writes=writes_s(map),
+    )
 
 
 def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -> float:

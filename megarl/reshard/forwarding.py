@@ -30,6 +30,7 @@ from megarl.reshard.deltas import MOST_OF_FULL, delta_share
 from megarl.reshard.layout import Kind, Layout
 from megarl.reshard.map import MapSummary, ReshardMap, count_tensors
 from megarl.reshard.proof import ProofError
+from megarl.reshard.schedule import WRITE_S
 from megarl.reshard.template import ZEROS, TemplateRow
 
 PLACES = (FIRST, LAYER, LAST)
@@ -372,6 +373,18 @@ def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
     if forwarding is None:
         return written
     return written + max(int(side.max()) for side in forwarding.rank_bytes())
+
+
+def writes_s(map: ReshardMap) -> float:
+    """Seconds in which the busiest sender prepares its writes."""
+    return int(map.rank_writes().max()) * WRITE_S
+
+
+def update_s(map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float) -> float:
+    """Seconds of an update of all weights, by bytes or by writes, whichever takes longer. Without
+    latency or quantisation.
+    """
+    return max(busiest_bytes(map, forwarding) / link_bytes_per_s, writes_s(map))
 
 
 def delta_bytes(map: ReshardMap, forwarding: Forwarding | None, changed: float) -> float:

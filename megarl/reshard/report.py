@@ -19,7 +19,14 @@ from msgspec.structs import asdict
 from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LAYER_FIELD, layers_text
-from megarl.reshard.forwarding import Forwarding, busiest_bytes, delta_bytes, summary
+from megarl.reshard.forwarding import (
+    Forwarding,
+    busiest_bytes,
+    delta_bytes,
+    summary,
+    update_s,
+    writes_s,
+)
 from megarl.reshard.layout import Kind
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
@@ -57,9 +64,7 @@ def to_json(
 ) -> dict[str, Any]:
     """The summary numbers of a map and its relays. Proves the map first.
 
-    `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or
-    receives (`busiest_bytes`), divided by `link_bytes_per_s`, without latency or quantisation.
-    `delta_predicted_s`: the same for an update that carries only the changes in a share `changed`
+    `build_s`: time for planning and proof. `predicted_s`: see `update_s`. `delta_predicted_s`: by bytes, for an update that carries only the changes in a share `changed`
     of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes
     of the trainer's stages allow. `messages`: see `schedule.messages`.
 
@@ -72,7 +77,7 @@ def to_json(
         "exactly_once": True,
         "plan_hash": map.plan_hash,
         "build_s": map.build_s + proof_s,
-        "predicted_s": busiest_bytes(map, forwarding) / link_bytes_per_s,
+        "predicted_s": update_s(map, forwarding, link_bytes_per_s),
         "delta_predicted_s": delta_bytes(map, forwarding, changed) / link_bytes_per_s,
         "delta_changed": changed,
         "link_bytes_per_s": link_bytes_per_s,
@@ -220,11 +225,17 @@ def _facts(
         )
         yield "", f"receivers in all: max/mean {totals.receiver_max_over_mean:.4f}"
     busiest = busiest_bytes(map, forwarding)
-    yield (
-        "predicted",
+    by_bytes = (
         f"{busiest / link_bytes_per_s:.3g} s for the busiest ranks' {size(busiest)} at "
-        f"{link_bytes_per_s / 1e9:g} GB/s",
+        f"{link_bytes_per_s / 1e9:g} GB/s"
     )
+    if writes_s(map) > busiest / link_bytes_per_s:
+        writes = (
+            f"{writes_s(map):.3g} s for the busiest sender's {map.rank_writes().max():,} writes"
+        )
+        yield "predicted", f"{writes}, beside {by_bytes}"
+    else:
+        yield "predicted", by_bytes
     delta = delta_bytes(map, forwarding, changed)
     yield (
         "",

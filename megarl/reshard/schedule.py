@@ -27,6 +27,9 @@ from megarl.reshard.template import ZEROS, TemplateRow
 SHORTEST_RUN_BYTES = 128 << 10
 # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 DEFAULT_WAVE_BYTES = 64 << 20
+# of a sender's processor for each write (python tests/benchmarks writes); the next are prepared while
+# others are under way
+WRITE_S = 15e-6
 _Writes = dict[tuple[int, int], list[Copy]]  # (depth, peer) -> writes
 
 

@@ -31,13 +31,11 @@ ROWS = {
     ),
     "70B baseline, 8 / 8": (
         "llamarl_70b_math",
-        # without FSDP, the paper's trainer would leave the engines 3 requests at once
-        SYNCHRONOUS + "trainer.pp=2 trainer.dp=16 generator.engines=32 generator.tp=8",
+        SYNCHRONOUS + "trainer.dp=32 trainer.zero=3 generator.engines=32 generator.tp=8",
     ),
     "405B baseline, 64 / 64": (
         "llamarl_405b_math",
-        SYNCHRONOUS + "trainer.tp=64 trainer.pp=1 trainer.dp=16 trainer.first_stage_layers=null "
-        "trainer.last_stage_layers=null generator.engines=16 generator.tp=64 weights.relay=auto",
+        SYNCHRONOUS + "trainer.tp=64 trainer.dp=16 generator.engines=16 generator.tp=64",
     ),
     "8B, 8 / 8": (
         "llamarl_8b_math",
@@ -52,7 +50,8 @@ ROWS = {
     "70B, 8 / 4 fp8": ("llamarl_70b_math", ""),
     "405B, 32 / 32": (
         "llamarl_405b_math",
-        "generator.engines=16 generator.tp=32 generator.quantization=null",
+        "trainer.tp=32 trainer.dp=16 generator.engines=16 generator.tp=32 "
+        "generator.quantization=null",
     ),
     "405B, 16 / 16": (
         "llamarl_405b_math",

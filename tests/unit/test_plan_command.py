@@ -30,11 +30,11 @@ KEYS = [
     "binding",
 ]
 # LlamaRL, table 3: GPUs, model parallel sizes of trainer and generator, engines' precision. 405B
-# trains at 8 x 16 instead of 16 with FSDP.
+# trains at 8 instead of 16 with FSDP.
 PAPER = {
     "papers/llamarl_8b_math": (256, 8, 1, None),
     "papers/llamarl_70b_math": (256, 8, 4, "fp8_block"),
-    "405b_aipo": (1024, 128, 8, "fp8_block"),
+    "405b_aipo": (1024, 8, 8, "fp8_block"),
 }
 
 

@@ -553,7 +553,7 @@ def test_the_update_is_that_of_the_map(name: str) -> None:
         quantization=run_config.generator.quantization,
     )
     reshard_map = ReshardMap.build(source, destination)
-    whole_s, delta = sync_s(spec, run_config, H100)
+    whole_s, delta, _ = sync_s(spec, run_config, H100)
     facts = to_json(
         *planned_relays(reshard_map, run_config.weights.relay, run_config.generator.tp),
         changed=CHANGED,
@@ -579,7 +579,7 @@ def test_the_update_from_few_trainer_ranks_to_many_engines(relay: str, most: int
     run_config = config("70b_aipo", *sizes, f"weights.relay={relay}")
     spec = load_spec(Path(CONFIGS.parent) / run_config.model.spec)
     engine_bytes = generator_weights(spec, run_config.generator, "bfloat16").total
-    whole_s, delta = sync_s(spec, run_config, H100)
+    whole_s, delta, _ = sync_s(spec, run_config, H100)
     assert delta < whole_s < 1.05 * most * engine_bytes / H100.gpu.nic_bytes_per_s
     relaying = 16 if relay == "engines" else 0
     # the embedding is one piece
