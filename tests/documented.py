@@ -211,9 +211,9 @@ NOT_RUN = {
     "make wheel": "run by tests/cpu/test_wheel.py",
     "megarl train configs/one_gpu.yaml": GPUS,
     "sbatch slurm/8b_aipo.sbatch": GPUS,
-    "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 "
+    "sbatch slurm/405b_aipo.sbatch trainer.tp=16 trainer.dp=32 generator.tp=8 "
     "run_dir=/lustre/runs/405b": GPUS,
-    "sbatch --nodes=64 slurm/405b_aipo.sbatch trainer.dp=2 generator.engines=32": GPUS,
+    "sbatch --nodes=64 slurm/405b_aipo.sbatch trainer.dp=32 generator.engines=32": GPUS,
     "make rehearse": REHEARSED,
     ".venv/bin/python tests/rehearsal/rank.py configs/70b_aipo.yaml --rank 0": REHEARSED,
     "make setup-gpu": "compiles for more than an hour; its log is in docs/gpu.md",

@@ -402,6 +402,8 @@ def trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iter
     budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [
         config.trainer.max_tokens_per_microbatch
     ]
+    # a microbatch of sharded parameters gathers them all, so it should have many tokens
+    budgets_of_zero = {1: budgets, 3: [n for n in (16384, 32768) if n > longest] or budgets}
     contexts = (1,) if longest <= LONG else (1, 2, 4, 8)
     old = _lasting_problems(config, spec, "trainer.")
     for tp in (n for n in (1, 2, 4, 8) if n <= cluster.nvlinked):
@@ -424,16 +426,18 @@ def trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iter
             if _new_problems(replace(config, trainer=replace(base, dp=1)), spec, old):
                 continue
             for ep in experts:
-                # sharded parameters are gathered for every microbatch, and spare stages
-                zeros = (1, 3) if pp == 1 and not config.trainer.ddp else (1,)
-                for budget, recompute, zero in itertools.product(budgets, (False, True), zeros):
-                    yield replace(
-                        base,
-                        ep=ep,
-                        zero=zero,
-                        max_tokens_per_microbatch=budget,
-                        recompute=recompute,
-                    )
+                # sharded parameters spare stages
+                for zero in (1, 3) if pp == 1 and not config.trainer.ddp else (1,):
+                    for budget, recompute in itertools.product(
+                        budgets_of_zero[zero], (False, True)
+                    ):
+                        yield replace(
+                            base,
+                            ep=ep,
+                            zero=zero,
+                            max_tokens_per_microbatch=budget,
+                            recompute=recompute,
+                        )
 
 
 def generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:

@@ -52,8 +52,7 @@ def prove_exactly_once(map: ReshardMap) -> None:
     """
     for layout in (map.source, map.destination):
         _check_coordinates(layout)
-    for rows in (map.rows, map.write_rows):
-        _check_rows(map, rows)
+    _check_rows(map)
     checked: set[tuple] = set()
     for row in map.rows:
         target = map.destination.kinds[row.kind]
@@ -89,12 +88,9 @@ def check_senders(map: ReshardMap, row: TemplateRow) -> None:
         origin = map.source.kinds[holder.kind]
         _check_same_stages(origin, representatives)
         sends = assignment.holders == h
-        has_shard = np.zeros((coordinates[0], map.source.world_size), dtype=bool)
-        np.put_along_axis(
-            has_shard, origin.ranks[origin.stages[assignment.first], holder.shard], True, axis=1
-        )
+        ranks = origin.ranks[origin.stages[assignment.first], holder.shard]
         checked |= sends
-        wrong |= sends & ~np.take_along_axis(has_shard, assignment.senders, axis=1)
+        wrong |= sends & ~_contains(ranks, assignment.senders, map.source.world_size)
     if (wrong | ~checked).any():
         c, e = (int(x) for x in np.argwhere(wrong | ~checked)[0])
         instance = int(assignment.first[c])
@@ -106,6 +102,15 @@ def check_senders(map: ReshardMap, row: TemplateRow) -> None:
         )
 
 
+def _contains(ranks: np.ndarray, senders: np.ndarray, world_size: int) -> np.ndarray:
+    """Whether each sender [classes, replicas] is among the `ranks` [classes, candidates]."""
+    if ranks.shape[1] == 1:
+        return senders == ranks
+    holds = np.zeros((len(ranks), world_size), dtype=bool)
+    np.put_along_axis(holds, ranks, True, axis=1)
+    return np.take_along_axis(holds, senders, axis=1)
+
+
 def _check_same_stages(kind: Kind, representatives: np.ndarray) -> None:
     """`representatives` [instances]: the instance that represents each one."""
     if (
@@ -115,55 +120,75 @@ def _check_same_stages(kind: Kind, representatives: np.ndarray) -> None:
         raise ProofError(f"{kind.name}: layers of different stages are treated as equal")
 
 
-def _check_rows(map: ReshardMap, rows: Sequence[TemplateRow]) -> None:
-    of_shard: dict[tuple[int, int], list[TemplateRow]] = defaultdict(list)
-    for row in rows:
-        of_shard[row.kind, row.shard].append(row)
+def _check_rows(map: ReshardMap) -> None:
+    """Checks the rows of every destination shard, and the joined ones where they are others."""
     extents: dict[str, tuple[int, ...]] = {}
     if any(kind.rule is not None for kind in map.destination.kinds):
         extents = _extents(tensor for kind in map.source.kinds for tensor in kind.shards)
+    rows_of = _of_shards(map.rows)
+    write_rows_of = _of_shards(map.write_rows)
     for k, kind in enumerate(map.destination.kinds):
-        rule = kind.rule
-        if kind.scales_of is not None:
-            rule = map.destination.kinds[kind.scales_of].rule
-        for t, tensor in enumerate(kind.shards):
-            location = (
-                f"{kind.name_of(0)} on {map.destination.name} rank "
-                f"{kind.ranks[kind.stages[0], t, 0]}"
-            )
-            shard_rows = of_shard.pop((k, t), [])
-            _check_cover(location, tensor.shape, [row.box for row in shard_rows])
-            for row in shard_rows:
-                for holder in row.holders:
-                    source_kind = map.source.kinds[holder.kind]
-                    source = None if row.transform == ZEROS else source_kind.shards[holder.shard]
-                    write = _Write(
-                        location=location,
-                        transform=row.transform,
-                        tensor=tensor,
-                        box=row.box,
-                        source=source,
-                        origin=holder.box,
-                        rule=rule,
-                        cut=row.cut,
-                        extents=extents,
-                    )
-                    piece = _check_content(write)
-                    marked = row.logical_name, row.logical
-                    if row.logical is not None and (
-                        piece is None or (piece.logical_name, piece.logical) != marked
-                    ):
-                        raise ProofError(
-                            f"{location}: quantises {piece}, but counts tiles of "
-                            f"{row.logical_name} {row.logical}"
-                        )
-                    if source is not None and source_kind.layers != kind.layers:
-                        raise ProofError(
-                            f"{location}: layers {kind.layers} come from {source_kind.name}, "
-                            f"which is there for {source_kind.layers}"
-                        )
-    for k, t in of_shard:
+        for t in range(len(kind.shards)):
+            rows = rows_of.pop((k, t), [])
+            write_rows = write_rows_of.pop((k, t), [])
+            _check_shard(map, (k, t), rows, extents)
+            if write_rows != rows:
+                _check_shard(map, (k, t), write_rows, extents)
+    for k, t in (*rows_of, *write_rows_of):
         raise ProofError(f"destination kind {k}, shard {t}: written, but not in the layout")
+
+
+def _of_shards(rows: Iterable[TemplateRow]) -> dict[tuple[int, int], list[TemplateRow]]:
+    """(kind, shard) of the destination -> its rows."""
+    of_shard: dict[tuple[int, int], list[TemplateRow]] = defaultdict(list)
+    for row in rows:
+        of_shard[row.kind, row.shard].append(row)
+    return of_shard
+
+
+def _check_shard(
+    map: ReshardMap,
+    shard: tuple[int, int],
+    rows: Sequence[TemplateRow],
+    extents: dict[str, tuple[int, ...]],
+) -> None:
+    k, t = shard
+    kind = map.destination.kinds[k]
+    rule = kind.rule
+    if kind.scales_of is not None:
+        rule = map.destination.kinds[kind.scales_of].rule
+    rank = kind.ranks[kind.stages[0], t, 0]
+    location = f"{kind.name_of(0)} on {map.destination.name} rank {rank}"
+    _check_cover(location, kind.shards[t].shape, [row.box for row in rows])
+    for row in rows:
+        for holder in row.holders:
+            source_kind = map.source.kinds[holder.kind]
+            source = None if row.transform == ZEROS else source_kind.shards[holder.shard]
+            write = _Write(
+                location=location,
+                transform=row.transform,
+                tensor=kind.shards[t],
+                box=row.box,
+                source=source,
+                origin=holder.box,
+                rule=rule,
+                cut=row.cut,
+                extents=extents,
+            )
+            piece = _check_content(write)
+            marked = row.logical_name, row.logical
+            if row.logical is not None and (
+                piece is None or (piece.logical_name, piece.logical) != marked
+            ):
+                raise ProofError(
+                    f"{location}: quantises {piece}, but counts tiles of "
+                    f"{row.logical_name} {row.logical}"
+                )
+            if source is not None and source_kind.layers != kind.layers:
+                raise ProofError(
+                    f"{location}: layers {kind.layers} come from {source_kind.name}, "
+                    f"which is there for {source_kind.layers}"
+                )
 
 
 def _check_cover(location: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:

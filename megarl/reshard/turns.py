@@ -58,7 +58,8 @@ class Turns:
         """
         target = self.destination.kinds[row.kind]
         source_kind = row.holders[0].kind
-        orders = self._ordering.orders(row)
+        single = len(row.holders) == 1 and self.source.kinds[source_kind].replicas == 1
+        orders = SINGLE if single else self._ordering.orders(row)
         class_of, first = self._classes_of(row, orders)
         if stages is not None:
             is_requested = np.array(
@@ -68,6 +69,11 @@ class Turns:
             first = first[is_requested]
         replicas = np.arange(target.replicas) if replica is None else np.array([replica])
         receivers = target.ranks[target.stages[first], row.shard][:, replicas]
+        if single:  # sharded parameters have thousands of such rows
+            kind = self.source.kinds[source_kind]
+            sender = kind.ranks[kind.stages[first], row.holders[0].shard]
+            senders = np.broadcast_to(sender, receivers.shape)
+            return Assignment(class_of, first, np.zeros_like(senders), senders, receivers)
         turn = (self._ordinals[source_kind][first] * target.replicas)[:, None] + replicas
         stage = self.source.kinds[source_kind].stages[first][:, None]
         columns = orders.table[stage, orders.place(stage, turn)]
@@ -156,8 +162,14 @@ class Orders:
 
         Turns with equal columns are followed by equal turns.
         """
+        if self.candidates == 1:
+            return np.zeros_like(turn)
         ahead = self.ahead[stage]
         return np.where(turn < ahead, turn, ahead + (turn - ahead) % self.candidates)
+
+
+# of a shard that only one rank has: it takes every turn
+SINGLE = Orders(np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int64), candidates=1)
 
 
 class Ordering:

@@ -135,8 +135,9 @@ def test_settings_that_the_plan_ignores_are_named(capsys: pytest.CaptureFixture[
     """They include no setting whose absence would change the plan."""
     known_args = "{chunked_prefill_size: 512, disable_overlap_schedule: true, kv_cache_dtype: bf16}"
     counted = ["trainer.ddp.overlap_grad_reduce=false", f"generator.server_args={known_args}"]
-    with_settings = plan(capsys, "configs/405b_aipo.yaml", *counted)
-    plain = plan(capsys, "configs/405b_aipo.yaml")
+    pipeline = ["configs/405b_aipo.yaml", "trainer.zero=1", "trainer.pp=14", "trainer.dp=4"]
+    with_settings = plan(capsys, *pipeline, *counted)
+    plain = plan(capsys, *pipeline)
     assert with_settings["not_counted"] == []
     assert with_settings["train_s"] > plain["train_s"]
     assert with_settings["generate_s"] > plain["generate_s"]
@@ -144,7 +145,7 @@ def test_settings_that_the_plan_ignores_are_named(capsys: pytest.CaptureFixture[
     assert activations[0] < activations[1]
     left_out = ["trainer.megatron.recompute_granularity", "generator.server_args.kv_cache_dtype"]
     arguments = [
-        "configs/405b_aipo.yaml",
+        *pipeline,
         "trainer.recompute=false",
         f"{left_out[0]}=selective",
         f"{left_out[1]}=nvfp4",
