@@ -953,11 +953,12 @@ class TrainerConfig:
     recompute: bool = setting(
         False, "recompute activations in the backward pass instead of keeping them"
     )
-    routing_replay: bool = setting(
-        False,
+    routing_replay: bool | None = setting(
+        None,
         "mixture of experts: in training and scoring, each token goes to the experts that the "
         "engine chose when it generated the "
-        "token (R3; docs/algorithms.md), not to those of the trainer's own router",
+        "token (R3; docs/algorithms.md), not to those of the trainer's own router. null: true in "
+        "megarl train, unless async.capacity=0 or drafts are ngram",
     )
     mtp: str = setting(
         IGNORE,

@@ -35,7 +35,7 @@ from megarl.plan.weights import WeightsSource, find_weights, missing_weights, wi
 from megarl.reshard.layout import parameter_count
 from megarl.roles.plan import ServedRole, find_served
 from megarl.roles.settings import REFERENCE
-from megarl.speculative.settings import NEXTN
+from megarl.speculative.settings import NEXTN, NGRAM
 from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 
 # commands that render prompts, or go on to one that does
@@ -150,6 +150,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         raise ConfigError(
             batch_problems + _with_command_keys(problems, command, config) + error.problems
         ) from error
+    config = with_routing_replay(config, spec, command)
     model_checks = MODEL_CHECKS
     if command not in PLANNING_COMMANDS:
         model_checks += RUN_MODEL_CHECKS
@@ -187,6 +188,18 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     if problems:
         raise ConfigError(problems)
     return _planned(config, spec, command)
+
+
+def with_routing_replay(config: RunConfig, spec: ModelSpec, command: str | None) -> RunConfig:
+    """The config with trainer.routing_replay decided where it is null: true where experts,
+    asynchrony and engines that return their choices meet.
+    """
+    if config.trainer.routing_replay is not None:
+        return config
+    trains = command in ("train", "dry-run", "plan", None) and bool(spec.experts)
+    returned = config.generator.speculative.algorithm != NGRAM
+    replays = trains and returned and config.async_.capacity != 0
+    return replace(config, trainer=replace(config.trainer, routing_replay=replays))
 
 
 def checked_before(config: RunConfig, command: str | None) -> RunPlan:

@@ -14,7 +14,7 @@ from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.load import load_config
 from megarl.plan import vendor_settings
 from megarl.plan.checks import DEQUANTISED
-from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.resolve import RunPlan, find_spec, resolve, with_routing_replay
 from megarl.plan.topologies import generator_ranks
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
@@ -473,3 +473,25 @@ def test_absurd_numbers_of_ranks_are_refused(tmp_path: Path, key: str, value: in
     problem = f"{key}={value}: {value} ranks; at most 100000 can be planned"
     judge = ["roles.judge.role=judge", f"roles.judge.path={tmp_path}"]
     assert problem in problems_of(tmp_path, *judge, f"{key}={value}")
+
+
+MOE = "configs/qwen3_30b_a3b_aipo.yaml"
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "command", "replays"),
+    [
+        (MOE, [], "plan", True),
+        (MOE, ["async.capacity=null"], "plan", True),
+        (MOE, ["async.capacity=0", "async.partial_rollout=block"], "plan", False),
+        (MOE, ["generator.speculative.algorithm=ngram"], "plan", False),
+        (MOE, ["trainer.routing_replay=false"], "plan", False),
+        (MOE, ["async.capacity=0", "trainer.routing_replay=true"], "plan", True),
+        (MOE, [], "export", False),
+        ("configs/8b_aipo.yaml", [], "plan", False),
+    ],
+)
+def test_routing_is_replayed_where_experts_and_asynchrony_meet(path, overrides, command, replays):
+    config = load_config(path, overrides)
+    decided = with_routing_replay(config, find_spec(config), command)
+    assert decided.trainer.routing_replay is replays
