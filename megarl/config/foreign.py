@@ -36,9 +36,9 @@ data.train.size | max_samples max_train_samples |
 data.bad_rows | data.truncation data.filter_overlong_prompts filter_overlong_prompts | drop leaves
     out rows that do not fit
 data.shuffle | rollout_shuffle shuffle_dataset |
-- | data.max_prompt_length max_prompt_length prompt_max_len rollout_max_prompt_len
-    data.max_input_seq_length trainer.max_prompt_length | prompts need no limit: data.bad_rows says
-    what happens to one that does not fit the model
+data.max_prompt_tokens | data.max_prompt_length max_prompt_length prompt_max_len
+    rollout_max_prompt_len data.max_input_seq_length trainer.max_prompt_length | with
+    data.bad_rows=drop longer ones are left out
 rollout.prompts_per_step | data.train_batch_size rollout_batch_size per_device_train_batch_size
     generation_batch_size num_prompts_per_step trainer.train_batch_size orchestrator.batch_size | it
     counts the prompts of a step, on all GPUs together

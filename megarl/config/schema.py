@@ -203,6 +203,12 @@ class DataConfig:
         "nothing starts if no row is left",
         one_of(FAIL, DROP),
     )
+    max_prompt_tokens: int | None = setting(
+        None,
+        "a row of data.train with a longer prompt cannot be used, so data.bad_rows decides; null: "
+        "what the context leaves beside rollout.max_tokens",
+        at_least(1),
+    )
     shuffle: bool = setting(
         True, "shuffle the training prompts in every epoch, depending on the seed"
     )

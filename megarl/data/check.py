@@ -127,7 +127,7 @@ def check_data(
             continue
         tokens = None
         if tokenizer and spec:
-            tokens = _tokens(config, tokenizer, spec, command, response_tokens)
+            tokens = _tokens(config, tokenizer, spec, command, key, response_tokens)
         reading = Reading(config.data.bad_rows == DROP, tokens)
         if key.startswith("data.train"):
             reading.prompts = trained
@@ -209,13 +209,19 @@ def digests_of(checked: Sequence[Checked]) -> dict[str, bytes | None]:
 
 
 def _tokens(
-    config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, command: str, response_tokens: int
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    spec: ModelSpec,
+    command: str,
+    key: str,
+    response_tokens: int,
 ) -> Callable[[Any], int] | None:
     if command in ("sft", "reward-model"):
         if not tokenizer.eos_ids:
             return None
         return (demonstration_tokens if command == "sft" else responses_tokens)(tokenizer, spec)
-    return prompt_tokens(config, tokenizer, spec, response_tokens)
+    most = config.data.max_prompt_tokens if key.startswith("data.train") else None
+    return prompt_tokens(config, tokenizer, spec, response_tokens, most)
 
 
 def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConfig, int]]:

@@ -58,11 +58,16 @@ class Sources:
 
 
 def prompt_tokens(
-    config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    spec: ModelSpec,
+    response_tokens: int,
+    most: int | None = None,
 ) -> Callable[[Row], int]:
     """Returns a function that counts the tokens of a row's prompt.
 
-    It raises RowProblem if the prompt leaves no room for a response, or has unknown characters.
+    It raises RowProblem if the prompt leaves no room for a response, has more than `most` tokens
+    (data.max_prompt_tokens), or has unknown characters.
 
     KEPT_BACK is subtracted because the engine would cut a longer response short, and would then
     refuse to continue it.
@@ -77,6 +82,9 @@ def prompt_tokens(
     less = f"{response_tokens} for the response and {KEPT_BACK} that SGLang keeps back"
     room = tokens - response_tokens - KEPT_BACK
     reckoned = f"{tokens} tokens of {of_what} less {less}"
+    if most is not None and most < room:
+        room = most
+        reckoned = "data.max_prompt_tokens"
     return partial(count_tokens, tokenizer=tokenizer, room=room, reckoned=reckoned)
 
 
@@ -159,7 +167,8 @@ def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> P
 
     Raises ConfigError for mistakes in the data.
     """
-    tokens = prompt_tokens(config, tokenizer, spec, config.rollout.max_tokens)
+    most = config.data.max_prompt_tokens
+    tokens = prompt_tokens(config, tokenizer, spec, config.rollout.max_tokens, most)
     sources = load_sources(
         config,
         config.data.train,

@@ -79,7 +79,8 @@ observe.project: trainer.project_name
 observe.name: trainer.experiment_name
 observe.rollouts_per_step: trainer.log_val_generations
 trainer.optimizer.offload: actor_rollout_ref.actor.fsdp_config.optimizer_offload
--: data.max_prompt_length data.val_batch_size trainer.nnodes trainer.val_before_train trainer.critic_warmup
+data.max_prompt_tokens: data.max_prompt_length
+-: data.val_batch_size trainer.nnodes trainer.val_before_train trainer.critic_warmup
     actor_rollout_ref.model.use_remove_padding actor_rollout_ref.model.use_liger actor_rollout_ref.model.use_fused_kernels
     actor_rollout_ref.model.fused_kernel_options.impl_backend +actor_rollout_ref.model.override_config.attention_dropout
     actor_rollout_ref.actor.use_dynamic_bsz actor_rollout_ref.ref.log_prob_use_dynamic_bsz actor_rollout_ref.rollout.name
@@ -193,8 +194,9 @@ lora.rank: lora_r
 lora.alpha: lora_alpha
 lora.targets: lora_target_modules
 cluster.share_gpus: vllm_mode
+data.max_prompt_tokens: max_prompt_length
 -: model_init_kwargs disable_dropout repetition_penalty generation_kwargs use_vllm  vllm_max_model_length
-    vllm_enable_sleep_mode vllm_server_host logging_steps max_prompt_length per_device_eval_batch_size use_liger_kernel
+    vllm_enable_sleep_mode vllm_server_host logging_steps per_device_eval_batch_size use_liger_kernel
 """,
     # configs/basic/reverse-text/rl.toml and configs/advanced/models/qwen3-30b-a3b/rl/4-nodes.toml
     "prime-rl": """
@@ -280,10 +282,11 @@ observe.project: logger.wandb.project
 observe.name: logger.wandb.name
 trainer.dp: cluster.gpus_per_node
 cluster.share_gpus: policy.generation.colocated.enabled
+data.max_prompt_tokens: data.max_input_seq_length
 -: grpo.val_at_start grpo.val_batch_size policy.dtensor_cfg.cpu_offload policy.megatron_cfg.enabled policy.sequence_packing.enabled
     policy.dynamic_batching.train_mb_tokens policy.optimizer.name policy.generation.backend policy.generation.vllm_cfg.max_model_len
     policy.generation.vllm_cfg.enforce_eager policy.generation.stop_token_ids
-    data.max_input_seq_length data.system_prompt_file cluster.num_nodes logger.monitor_gpus
+    data.system_prompt_file cluster.num_nodes logger.monitor_gpus
 """,
     # examples/train/gsm8k/run_gsm8k.sh
     "SkyRL": """
@@ -313,8 +316,9 @@ observe.project: trainer.project_name
 observe.name: trainer.run_name
 run_dir: trainer.resume_mode trainer.log_path trainer.ckpt_path
 cluster.share_gpus: trainer.placement.colocate_all
+data.max_prompt_tokens: trainer.max_prompt_length
 -: trainer.placement.ref_num_gpus_per_node trainer.strategy trainer.eval_batch_size
-    trainer.eval_before_train trainer.max_prompt_length generator.inference_engine.backend generator.batched
+    trainer.eval_before_train generator.inference_engine.backend generator.batched
     generator.inference_engine.run_engines_locally generator.inference_engine.async_engine
 """,
     # examples/scripts/train_reinforce_baseline_hybrid_engine.sh and train_dapo_ray_hybrid_engine.sh
@@ -361,7 +365,8 @@ algorithm.ratio: --enable_vllm_is_correction --vllm_is_correction_type
 observe.trackers: --use_tensorboard
 eval.every: --eval_steps
 cluster.share_gpus: --colocate_all_models
--: --prompt_max_len --packing_samples --use_dynamic_batch --ref_num_nodes --ref_num_gpus_per_node
+data.max_prompt_tokens: --prompt_max_len
+-: --packing_samples --use_dynamic_batch --ref_num_nodes --ref_num_gpus_per_node
     --fsdp2_enable_sleep --vllm_enable_sleep --deepspeed_enable_sleep --enforce_eager --logging_steps
 """,
 }
@@ -442,7 +447,7 @@ def test_messages_explain_differences(tmp_path: Path, capsys: pytest.CaptureFixt
         "trainer.total_epochs=3: unknown key; did you mean max_steps (steps, not epochs" in epochs
     )
     assert generations == "num_generations=8: unknown key; did you mean rollout.n?"
-    assert "data.max_prompt_length=512: unknown key; prompts need no limit" in prompts
+    assert "data.max_prompt_length=512: unknown key; did you mean data.max_prompt_tokens" in prompts
     with pytest.raises(SystemExit):
         main(["train", str(path), "--clip-ratio=0.2", "--lr=1e-6"])
     stderr = capsys.readouterr().err

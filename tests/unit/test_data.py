@@ -381,6 +381,11 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
         "'r\u00e9sum\u00e9'",
         f"{tmp_path}/b.jsonl, line 2: malformed JSON at column 12: Expecting ':' delimiter",
     ]
+    config.data.max_prompt_tokens = 300
+    limited = "501 tokens; there is room for 300 .data.max_prompt_tokens."
+    with pytest.raises(ConfigError, match=limited):
+        check_data(config, spec, "train")
+    config.data.max_prompt_tokens = None
     config.generator.kv_cache_tokens = 400
     small_cache = "room for 378 .400 tokens of generator.kv_cache_tokens less 16 for the response"
     with pytest.raises(ConfigError, match=small_cache):
