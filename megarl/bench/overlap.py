@@ -8,6 +8,8 @@ by the time of that code, which is short compared with the phases.
     ideal        seconds of a step if trainer and generator overlapped perfectly: the longer of the
                  two phases at full use. The generator's phase is the time to decode the trained
                  tokens with every slot busy; neither phase includes the update
+    co-located   both phases have the hardware of both sides, one after the other, and so take half as
+                 long; its ideal is that of the two sides beside each other
     efficiency   ideal / achieved. The paper on asynchronous RLHF (Noukhovitch et al. 2024,
                  arXiv:2410.18252) reached about 0.85
 
@@ -172,7 +174,7 @@ def _serve(pipe: Connection, run: Callable[[Cell], Any], timeout_s: float) -> No
         faulthandler.cancel_dump_traceback_later()
 
 
-COLOURS = ("#9a9a9a", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8c5a8c")
+COLOURS = ("#9a9a9a", "#5c5c5c", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8c5a8c")
 
 
 def draw(facts: Mapping[str, Any], path: str) -> None:
@@ -216,12 +218,15 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
 
 
 WARM_UP = 4
+ENGINES = 2  # of the generator's side
 RATIOS = (0.5, 1.0, 2.0)  # trainer's phase / generator's phase
 LENGTHS = {"constant": EmulatedLengths(64, 0.0, 256), "long-tailed": EmulatedLengths(64, 0.8, 256)}
 WRITE_SHARE = 0.01  # duration of an update, as a share of the longer phase
 DEPTH = 4  # capacity of the streaming settings
+COLOCATED = "co-located, synchronous"
 SETTINGS = {
     "synchronous": AsyncConfig(0),
+    COLOCATED: AsyncConfig(0),
     "one step, block": AsyncConfig(1, partial_rollout="block"),
     "streaming, block": AsyncConfig(DEPTH, partial_rollout="block"),
     "streaming, in_flight": AsyncConfig(DEPTH, partial_rollout="in_flight"),
@@ -308,16 +313,17 @@ def grid(step_s: float, steps: int, folder: str) -> Iterator[tuple[tuple[str, fl
             generate_s = min(step_s, step_s / ratio)
             for setting, async_ in SETTINGS.items():
                 name = f"{lengths} lengths, ratio {ratio:g}, {setting}"
-                run_dir = os.path.join(folder, name.replace(" ", "_"))
+                sides = 2 if setting == COLOCATED else 1  # whose hardware a phase has
                 cell = Cell(
-                    name,
-                    train_s,
-                    generate_s,
-                    WRITE_SHARE * step_s,
-                    LENGTHS[lengths],
-                    async_,
-                    steps,
-                    run_dir,
+                    name=name,
+                    train_s=train_s / sides,
+                    generate_s=generate_s / sides,
+                    write_s=WRITE_SHARE * step_s,
+                    lengths=LENGTHS[lengths],
+                    async_=async_,
+                    steps=steps,
+                    run_dir=os.path.join(folder, name.replace(" ", "_")),
+                    engines=ENGINES * sides,
                 )
                 yield (lengths, ratio, setting), cell
 
@@ -329,7 +335,9 @@ def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> 
         return statistics.fmean(row[f"time/{name}"] for row in counted)
 
     tokens = statistics.fmean(sum(row["lengths"]) for row in counted)
-    ideal_s = max(cell.train_s, tokens * cell.token_s / (cell.engines * cell.slots))
+    sides = 2 if setting == COLOCATED else 1
+    decode_s = tokens * cell.token_s / (cell.engines * cell.slots)
+    ideal_s = sides * max(cell.train_s, decode_s)
     step_s = mean("step_s")
     weights_wait_s = mean("weights_wait_s")
     samples = cell.prompts_per_step * cell.n

@@ -73,7 +73,7 @@ class Cell:
     async_: AsyncConfig
     steps: int
     run_dir: str
-    engines: int = 2
+    engines: int
     slots: int = 8  # sequences that an engine decodes at a time
     prompts_per_step: int = 16
     n: int = 4

@@ -403,7 +403,7 @@ def trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iter
         config.trainer.max_tokens_per_microbatch
     ]
     # a microbatch of sharded parameters gathers them all, so it should have many tokens
-    budgets_of_zero = {1: budgets, 3: [n for n in (16384, 32768) if n > longest] or budgets}
+    budgets_of_zero = {1: budgets, 3: sorted({*budgets, *[n for n in (32768,) if n > longest]})}
     contexts = (1,) if longest <= LONG else (1, 2, 4, 8)
     old = _lasting_problems(config, spec, "trainer.")
     for tp in (n for n in (1, 2, 4, 8) if n <= cluster.nvlinked):

@@ -52,6 +52,7 @@ from megarl.reshard.layout import (
 from megarl.rewards import score
 from megarl.rewards.score import parts_of
 from megarl.roles.plan import check_reward, check_roles, pairwise
+from megarl.simulation.settings import LOGNORMAL, SimulationConfig
 from megarl.speculative.plan import check_draft_model, check_speculative
 from megarl.speculative.settings import NONE
 from megarl.teachers.plan import check_distillation
@@ -805,7 +806,26 @@ WHOLE_CHECKS: tuple[ConfigCheck, ...] = (
     check_lora_groups,
     check_resume,
 )  # of all groups of engines together
+
+
+def check_simulation(config: RunConfig) -> Iterable[str]:
+    """Settings of the simulation that its other settings leave unread."""
+    simulation = config.plan.simulation
+    assumed = SimulationConfig()
+    if simulation.sigma != assumed.sigma and simulation.lengths != LOGNORMAL:
+        yield (
+            f"plan.simulation.sigma={simulation.sigma:g}: has no effect with "
+            f"plan.simulation.lengths={simulation.lengths}: set it to {LOGNORMAL}"
+        )
+    if simulation.tool_s != assumed.tool_s and simulation.turns == 1:
+        yield (
+            f"plan.simulation.tool_s={simulation.tool_s:g}: has no effect with "
+            "plan.simulation.turns=1, which has no tool calls"
+        )
+
+
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
+    check_simulation,
     check_groups,
     check_sharing,
     check_deterministic,

@@ -15,7 +15,17 @@ from channel_samples import measure
 from channel_samples import render as render_costs
 
 from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine, EmulatedLengths
-from megarl.bench.overlap import SETTINGS, WARM_UP, draw, grid, render, result, run_cells
+from megarl.bench.overlap import (
+    COLOCATED,
+    ENGINES,
+    SETTINGS,
+    WARM_UP,
+    draw,
+    grid,
+    render,
+    result,
+    run_cells,
+)
 from megarl.bench.overlap_cell import Cell
 from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.observe.status import merge_traces
@@ -41,6 +51,7 @@ def ran(tmp_path_factory) -> dict[str, tuple[Cell, list[dict]]]:
             replace(async_, chunk_tokens=async_.chunk_tokens and 8),
             STEPS,
             str(folder / str(index)),
+            ENGINES * (2 if name == COLOCATED else 1),
         )
         for index, (name, async_) in enumerate(SETTINGS.items())
     ]

@@ -26,7 +26,7 @@ DEADLINE_S = 240
 
 
 def test_run_with_shared_gpus_survives_its_engine(tmp_path):
-    """The run ends with its trainer.
+    """The run takes turns, as a co-located synchronous one does, and ends with its trainer.
 
     The engine is started after the trainer has taken its peak, and started again beside it.
 
@@ -36,7 +36,8 @@ def test_run_with_shared_gpus_survives_its_engine(tmp_path):
     log = tmp_path / "log"
     model = make_model(tmp_path / "model")
     common = quickstart(model, run_dir, "trainer.tp=1", "eval.limit=1")
-    with started([*common, "max_steps=100000", "cluster.share_gpus=true"], log) as process:
+    turns = ["max_steps=100000", "cluster.share_gpus=true", "async.capacity=0"]
+    with started([*common, *turns], log) as process:
         wait_for_steps(process, run_dir, 2)
         next(
             child for child in descendants(process) if "megarl.generator.server" in title(child)
@@ -50,6 +51,7 @@ def test_run_with_shared_gpus_survives_its_engine(tmp_path):
     assert process.returncode == 1 and "trainer.0 was killed by SIGKILL" in output, output
     assert "Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus)" in output
     table = rows(run_dir)
+    assert all(row["staleness/max"] == 0 for row in table)
     assert all(
         row["sync/audit_ok"] and row["memory/trainer_gib"] > 0.1 and row["memory/engine_gib"] > 0.1
         for row in table

@@ -715,6 +715,8 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
             [*CONFIG, "plan.simulation.lengths=lognormal", "plan.simulation.sigma=40"],
             "plan.simulation.sigma=40",
         ),
+        ([*CONFIG, "plan.simulation.sigma=0.5"], "sigma=0.5: has no effect with"),
+        ([*CONFIG, "plan.simulation.tool_s=2"], "tool_s=2: has no effect with"),
         ([*CONFIG, "--from", "runs/none"], "runs/none/config.yaml"),
         ([*CONFIG, "plan.simulation.lengths=none.jsonl"], "none.jsonl"),
         ([*CONFIG, "trainer.tp=1", "cluster.gpu=L40S"], "too large"),
