@@ -51,8 +51,9 @@ def trainer_environment(
         "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        # Megatron requires it, to order communication kernels after the computation they wait for
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        # Megatron requires 1, to order communication kernels after the computation they wait for.
+        # But for FSDP2 it requires more: with one queue, gathers wait for earlier computation.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if plan.trainer_topology.zero == 3 else "1",
     }
     if store:
         environment["MEGARL_TRAINER_STORE"] = str(store)

@@ -583,8 +583,11 @@ def stage_memory(
         if adapter_elements is None:
             gradients = held_elements(trained[stage], trainer)
         gathered = gathered_bytes(spec, trainer, dtype, stage)
+        frozen_weights = sum(held_elements(stages[stage], trainer) for stages in frozen_elements)
         logits = 0.0
         if stage == trainer.pp - 1:
+            if divergence and trainer.zero == 3:  # whole output layers (teachers.ModelScores)
+                frozen_weights += sum(output_elements(model, trainer) for model in frozen)
             weights += embedding_copy(spec, trainer)
             logits = logprob_bytes(spec, trainer, dtype, divergence)
         memories.append(
@@ -594,8 +597,7 @@ def stage_memory(
                 optimizer=optimizer_bytes(trained[stage], trainer, dtype),
                 reference=item * held if reference and adapter_elements is None else 0.0,
                 shadow=shadow,
-                frozen=item
-                * sum(held_elements(stages[stage], trainer) for stages in frozen_elements),
+                frozen=item * frozen_weights,
                 critic=critic_bytes[stage],
                 activations=activations,
                 logits=logits,
@@ -613,6 +615,11 @@ def embedding_copy(spec: ModelSpec, trainer: TrainerConfig) -> float:
     is_copied = spec.mtp_layers and trainer.mtp == TRAIN and trainer.pp > 1
     if not is_copied:
         return 0.0
+    return output_elements(spec, trainer)
+
+
+def output_elements(spec: ModelSpec, trainer: TrainerConfig) -> float:
+    """Elements of the output layer, or of the embedding, on one tensor rank."""
     return padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp * spec.hidden_size
 
 

@@ -473,6 +473,12 @@ RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 MAX_RANKS = 100_000
+# with these, Megatron computes gradients of weights after or beside autograd
+WITHOUT_AUTOGRAD = (
+    "gradient_accumulation_fusion",
+    "delay_wgrad_compute",
+    "overlap_dispatch_backward_with_experts_wgrad",
+)
 # metrics such as eval/reward/mean are data.eval's
 TAKEN_NAMES = ("reward", "response_tokens", "version", "ci95")
 
@@ -526,6 +532,13 @@ def check_sharded(config: RunConfig) -> Iterable[str]:
             f"trainer.ddp={yaml_text(config.trainer.ddp)}: has no effect with trainer.zero=3, whose "
             "parameters are PyTorch's FSDP2's"
         )
+    if config.trainer.zero == 3:
+        for name in WITHOUT_AUTOGRAD:
+            if config.trainer.megatron.get(name):
+                yield (
+                    f"trainer.megatron.{name}=true: must be left out with trainer.zero=3, which "
+                    "reduces the gradients of weights as soon as autograd has them"
+                )
 
 
 def check_sequence_parallel(config: RunConfig) -> Iterable[str]:

@@ -18,6 +18,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.teachers.loss import TeacherTokens
 from megarl.teachers.plan import FrozenRole, teacher_format, teachers_of
 from megarl.trainer.distributed import to_device
+from megarl.trainer.fully_sharded import gathered
 from megarl.trainer.logprobs import Rows, main_grad, spread
 from megarl.trainer.microbatch import MicroBatch, lay
 from megarl.trainer.model import MegatronModel, output_weight
@@ -187,12 +188,20 @@ class ModelScores:
     """
 
     def __init__(self, model: MegatronModel, hidden: dict[tuple[int, ...], torch.Tensor]):
-        self._model = model
         self._hidden = hidden
+        self._weight: torch.Tensor | None = None  # only on the last pipeline stage
+        chunk = model.chunks[-1]
+        if chunk.post_process:
+            with gathered(chunk):
+                self._weight = output_weight(chunk).detach()
+                # The step's backward passes read it, when a sharded model has freed its own.
+                if model.topology.zero == 3:
+                    self._weight = self._weight.clone()
 
     def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> TeacherTokens:
         hidden = self._hidden[microbatch.plan.indices]
-        weight = output_weight(self._model.chunks[-1]).detach()
+        weight = self._weight
+        assert weight is not None
         return TeacherTokens(
             divergence(lambda positions: WholeDistribution(hidden.to(weight.device), weight)),
             microbatch.loss_mask,

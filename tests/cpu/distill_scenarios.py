@@ -55,7 +55,7 @@ def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         for name, role in config.roles.items()
         if role.on == "trainer"
     }
-    before = [parameter.clone() for model in models.values() for parameter in model._parameters()]
+    before = [weights.clone() for weights in local_weights(models)]
     algorithm = make_algorithm(config.algorithm, teachers_of(config))
     steps = BatchSteps(trainer, algorithm, config, teachers=Teachers(config, models))
     batch_records = []
@@ -71,11 +71,16 @@ def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
                 step_metrics(results, algorithm),
             )
         )
-    after = [parameter for model in models.values() for parameter in model._parameters()]
+    after = local_weights(models)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
         "a teacher has changed"
     )
     return {"told": batch_records}
+
+
+def local_weights(models: dict[str, Any]) -> list[torch.Tensor]:
+    """This rank's weights: torch.equal of whole sharded parameters is collective."""
+    return [weights for model in models.values() for weights in model.local_parameters().values()]
 
 
 def scenario_other_reference(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

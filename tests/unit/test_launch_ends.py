@@ -24,6 +24,7 @@ from megarl.launch.launcher import Job
 from megarl.launch.nodes import Node
 from megarl.launch.processes import ProcessFailed
 from megarl.launch.resuming import Resume
+from megarl.launch.start import trainer_environment
 from megarl.launch.tracking import Trackers
 from megarl.observe.metrics import MetricsWriter
 from megarl.plan.resolve import RunPlan, resolve
@@ -124,3 +125,10 @@ def test_unwritable_trace_does_not_hide_the_failure(tmp_path: Path) -> None:
         trace._file.close()
         trace._file = open("/dev/full", "ab", buffering=0)
         raise RuntimeError("the disk is full")
+
+
+@pytest.mark.parametrize(("zero", "queues"), [(1, "1"), (3, "8")])
+def test_sharded_trainer_has_several_queues(tmp_path: Path, zero: int, queues: str) -> None:
+    plan = resolve(config(tmp_path, f"trainer.zero={zero}"), "plan")
+    environment = trainer_environment(plan, 0, 0, "127.0.0.1", 1, None)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == queues

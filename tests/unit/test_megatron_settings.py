@@ -120,6 +120,13 @@ def test_ddp_has_no_effect_with_sharded_parameters() -> None:
     assert problem.startswith('trainer.ddp={"bucket_size": 9}: has no effect with trainer.zero=3')
 
 
+def test_sharded_parameters_need_gradients_of_autograd() -> None:
+    setting = "trainer.megatron.gradient_accumulation_fusion=true"
+    assert not problems(setting)
+    (problem,) = problems(setting, "trainer.zero=3")
+    assert problem.startswith(f"{setting}: must be left out with trainer.zero=3")
+
+
 def test_recomputing_everything_and_a_part_exclude_each_other() -> None:
     (problem,) = problems(
         "trainer.recompute=true", "trainer.megatron.recompute_granularity=selective"

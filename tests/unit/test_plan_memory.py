@@ -194,6 +194,11 @@ def test_sharded_parameters_are_shared_by_data_parallel_ranks() -> None:
         model, TrainerConfig(zero=3, **shape), "bfloat16", H100, critic=model, frozen=[model]
     )
     assert critic.critic == 18 * held and critic.frozen == 2 * held
+    taught = trainer_memory(
+        model, TrainerConfig(zero=3, **shape), "bfloat16", H100, frozen=[model], divergence=True
+    )
+    # a step keeps the teacher's whole output layer, which has padding
+    assert taught.frozen - critic.frozen == pytest.approx(ends / 2, rel=1e-3)
 
 
 def test_a_frozen_reference_is_a_copy_of_the_weights() -> None:
