@@ -57,6 +57,7 @@ OF_A_FIRST_STAGE = {
     ("item", "megarl/trainer/step.py:train_step"): 1,
     ("objects through the GPU", "megarl/trainer/parallel.py:global_sums"): 1,
 }
+PIPELINE = ["trainer.zero=1", "trainer.pp=14", "trainer.dp=4"]
 OF_A_LAST_STAGE = OF_A_FIRST_STAGE | {("tolist", "megarl/trainer/parallel.py:global_sums"): 1}
 # A layer of experts reads how many tokens each rank gets: twice a microbatch if it is recomputed.
 OF_EXPERTS = {("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4}
@@ -173,8 +174,8 @@ def test_waits_for_changes_do_not_grow_with_the_tensors(shadow, tmp_path):
     ("config", "arguments", "expected"),
     [
         ("qwen3_30b_a3b_aipo", [], OF_A_STEP | OF_EXPERTS),
-        ("405b_aipo", ["--rank=0"], OF_A_FIRST_STAGE),
-        ("405b_aipo", ["--rank=-1"], OF_A_LAST_STAGE),
+        ("405b_aipo", ["--rank=0", *PIPELINE], OF_A_FIRST_STAGE),
+        ("405b_aipo", ["--rank=-1", *PIPELINE], OF_A_LAST_STAGE),
         (
             "qwen3_235b_a22b_aipo",
             ["--rank=-1", *DEEPSEEK],
