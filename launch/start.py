@@ -321,7 +321,7 @@ class NodePart:
             family=self.plan.spec.family,
             text_only=self.plan.spec.vision_tower,
             device=device,
-            return_routing=config.trainer.routing_replay,
+            return_routing=bool(config.trainer.routing_replay),
             most_kept=most_kept(config),
             tokenizer=tokenizer,
             adapter=self.plan.adapters and self.plan.adapters.served(self._adapter, device),
