@@ -22,7 +22,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -256,6 +256,29 @@ def judge_of(config: RunConfig) -> Callable[[str, Prompt], float]:
         return score_of(function(**dict(zip(parameters, arguments_of(request, parameters))))).reward
 
     return judge
+
+
+def held_out_of(config: RunConfig) -> HeldOut:
+    """All held-out prompts of data.eval, with their demonstrations.
+
+    Raises ConfigError if no rule scores them.
+    """
+    from megarl.data.datasets import load_rows
+    from megarl.data.prompts import held_out_sets
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.plan.resolve import find_spec
+
+    judge = judge_of(config)
+    assert config.data.eval is not None  # judge_of has checked it
+    config = replace(config, eval=replace(config.eval, limit=None))  # the limit is for the runs
+    tokenizer = load_tokenizer(config.model)
+    prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
+    rows = load_rows(config.data.eval, "data.eval", config.seed, "none", config.model)
+    demonstrations = []
+    for place in range(len(prompts)):
+        answer = rows[place].demonstration
+        demonstrations.append(answer if isinstance(answer, str) else answer[-1])
+    return HeldOut(prompts, demonstrations, tokenizer, judge)
 
 
 @torch.no_grad()
@@ -633,7 +656,7 @@ class Study:
         for cell in (*cells, *judges):
             size = SIZES[cell.policy]
             if size is not None:
-                _write_model(Path(settings.model.path), self.runs / "models" / cell.policy, size)
+                write_model(Path(settings.model.path), self.runs / "models" / cell.policy, size)
             load_config(self.config, self.of_run(cell))
         for cell in {(cell.policy, cell.seed): cell for cell in (*cells, *judges)}.values():
             run_megarl(
@@ -689,22 +712,7 @@ class Study:
         return _read(path)
 
     def _found(self, cell: Cell, config: RunConfig) -> dict[str, Any]:
-        from megarl.data.datasets import load_rows
-        from megarl.data.prompts import held_out_sets
-        from megarl.data.tokenizer import load_tokenizer
-        from megarl.plan.resolve import find_spec
-
-        tokenizer = load_tokenizer(config.model)
-        prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
-        assert config.data.eval is not None  # judge_of has checked it
-        rows = load_rows(config.data.eval, "data.eval", config.seed, "none", config.model)
-        shown = [rows[place].demonstration for place in range(len(prompts))]
-        held_out = HeldOut(
-            prompts,
-            [answer if isinstance(answer, str) else answer[-1] for answer in shown],
-            tokenizer,
-            judge_of(config),
-        )
+        held_out = held_out_of(config)
         settings: dict[str, Any] = {
             "initial": self.initial(cell),
             "reward_model": self.reward_model(cell) if self.learned else None,
@@ -812,7 +820,7 @@ def _read(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:
+def write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in shipped.iterdir():
         if file.name != "config.json" and file.is_file():

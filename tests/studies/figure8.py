@@ -1,0 +1,247 @@
+"""`python tests/studies figure8 CONFIG`: what AIPO's correction is worth (LlamaRL, figure 8).
+
+It makes real runs that differ in the engines' precision, the lag, the learning rate and the rule
+that weights tokens. Every run is a `megarl train` with the shipped program. Runs with the same seed
+have the same warm start, prompts and order, so they are compared seed by seed. Each run's result is
+kept in result.json in its folder, and its weights are removed. The same command continues an
+interrupted study.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from threading import Lock
+from typing import Any
+
+from offpolicy import Quality, measure, held_out_of, write_model
+from whole_runs import check_settings, ending_runs, note_settings, run_megarl
+
+from megarl.base.files import write_whole
+from megarl.config.load import load_config
+from megarl.observe.agreement import AGES
+from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
+
+HEAD_SIZE = 64  # so that rows of an fp8 block are whole
+UPDATES = 64
+LAST = 10  # the reward is the mean of the last steps
+PLUGIN = Path(__file__).parent / "coarse_engines"
+# Settings that every run has: the same advantages and the same mean in all rules, a probe limit
+# that lets coarse engines be, and one export of the last weights.
+COMMON = (
+    f"max_steps={UPDATES}",
+    "algorithm.advantage=mean",
+    "algorithm.loss_mean=token",
+    "observe.probe_limit=10",
+    f"checkpoint.hf_every={UPDATES}",
+)
+ENGINES: Mapping[str, Sequence[str]] = {
+    "exact": (),
+    "fp8": ("generator.quantization=fp8_block",),
+    "coarse": (),  # with the plugin
+}
+# The weight of a token, r being pi/mu
+RULES: Mapping[str, Sequence[str]] = {
+    "none": ("algorithm.name=reinforce",),  # 1
+    "rho 1": ("algorithm.name=aipo", "algorithm.rho=1"),  # min(r, 1)
+    "rho 2": ("algorithm.name=aipo", "algorithm.rho=2"),
+    "rho 4": ("algorithm.name=aipo", "algorithm.rho=4"),
+    "rho 10": ("algorithm.name=aipo", "algorithm.rho=10"),
+    # r clamped to [0.8, 1.2], with a gradient outside
+    "clamp": ("algorithm.name=aipo", "algorithm.rho_min=0.8", "algorithm.rho=1.2"),
+    # PPO's clipping in [0.8, 1.2]: no gradient where A pushes r further out
+    "clip": ("algorithm.name=grpo", "algorithm.dual_clip=1e9"),
+    "drop": ("algorithm.name=icepop",),  # r; 0 outside [0.5, 5]
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    engine: str
+    lag: int  # async.capacity
+    rate: float  # of the config's learning rate
+    rule: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        rule = self.rule.replace(" ", "")
+        return f"{self.engine}-lag{self.lag}-lr{self.rate:g}-{rule}-seed{self.seed}"
+
+    def overrides(self, learning_rate: float) -> list[str]:
+        return [
+            *COMMON,
+            *ENGINES[self.engine],
+            *RULES[self.rule],
+            f"async.capacity={self.lag}",
+            f"trainer.optimizer.lr={self.rate * learning_rate:g}",
+            f"seed={self.seed}",
+        ]
+
+
+USUAL = ("none", "rho 4")
+# engine, lag, learning rate, rules: the most telling ones first
+COMPARISONS: Sequence[tuple[str, int, float, Sequence[str]]] = (
+    ("fp8", 8, 3, USUAL),
+    ("coarse", 8, 3, USUAL),
+    ("fp8", 8, 3, ("clip", "rho 1", "drop", "rho 2", "rho 10")),
+    ("fp8", 4, 3, USUAL),
+    ("fp8", 1, 3, USUAL),
+    ("exact", 8, 3, USUAL),
+    ("fp8", 8, 1, USUAL),
+    ("coarse", 1, 3, USUAL),
+    ("coarse", 8, 1, USUAL),
+    ("coarse", 4, 3, USUAL),
+    ("fp8", 1, 6, USUAL),
+    ("coarse", 1, 6, USUAL),
+    ("coarse", 8, 3, ("clip", "rho 1", "drop", "rho 2", "rho 10")),
+)
+
+
+def cells_of(seeds: int) -> list[Cell]:
+    """All runs, seed by seed within a comparison."""
+    return [
+        Cell(engine, lag, rate, rule, seed)
+        for engine, lag, rate, rules in COMPARISONS
+        for seed in range(seeds)
+        for rule in rules
+    ]
+
+
+@dataclass(frozen=True)
+class Study:
+    config: str
+    overrides: Sequence[str]
+    runs: Path
+
+    @property
+    def model(self) -> Path:
+        return self.runs / "model"
+
+    def warm_start(self, seed: int) -> Path:
+        return self.runs / "warm_starts" / f"seed{seed}"
+
+    def folder(self, cell: Cell) -> Path:
+        return self.runs / cell.name
+
+    def common(self, seed: int) -> list[str]:
+        return [
+            *self.overrides,
+            f"model.path={self.model}",
+            f"seed={seed}",
+            f"sft.output={self.warm_start(seed)}",
+        ]
+
+    def of_run(self, cell: Cell) -> list[str]:
+        learning_rate = load_config(self.config, self.overrides).trainer.optimizer.lr
+        return [
+            *self.common(cell.seed),
+            *cell.overrides(learning_rate),
+            f"run_dir={self.folder(cell)}",
+        ]
+
+    def prepare(self, cells: Sequence[Cell]) -> None:
+        """Makes the model and the warm starts. Wrong settings show before anything starts."""
+        settings = load_config(self.config, self.overrides)
+        check_settings(self.runs, settings)
+        write_model(Path(settings.model.path), self.model, {"head_dim": HEAD_SIZE})
+        for cell in cells:
+            load_config(self.config, self.of_run(cell))
+        for seed in sorted({cell.seed for cell in cells}):
+            run_dir = Path(f"{self.warm_start(seed)}.run")
+            run_megarl("sft", self.config, [*self.common(seed), f"run_dir={run_dir}"], run_dir)
+        note_settings(self.runs, settings)
+
+    def result(self, cell: Cell) -> dict[str, Any]:
+        """The run's result; the run is made if it is not complete. Raises RuntimeError if it
+        fails.
+        """
+        path = self.folder(cell) / "result.json"
+        if not path.exists():
+            print(cell.name, file=sys.stderr, flush=True)
+            environment = plugin_environment() if cell.engine == "coarse" else {}
+            run_megarl("train", self.config, self.of_run(cell), self.folder(cell), environment)
+            write_whole(path, json.dumps(self._measured(cell)))
+            for name in ("checkpoints", "hf"):
+                shutil.rmtree(self.folder(cell) / name, ignore_errors=True)
+        return json.loads(path.read_text())
+
+    def _measured(self, cell: Cell) -> dict[str, Any]:
+        config = load_config(self.config, self.of_run(cell))
+        with _measuring:
+            quality = measure(
+                self.folder(cell) / "hf" / f"step_{UPDATES:06}",
+                initial=self.warm_start(cell.seed),
+                reward_model=None,
+                held_out=held_out_of(config),
+                max_tokens=config.rollout.max_tokens,
+                seed=cell.seed,
+            )
+        rows = read_metrics(self.folder(cell) / METRICS_FILE)
+        return asdict(cell) | facts_of(rows, quality)
+
+
+_measuring = Lock()  # two threads must not import transformers at once
+
+
+def plugin_environment() -> dict[str, str]:
+    """What makes SGLang find the plugin of coarse engines."""
+    folders = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+def facts_of(rows: Sequence[Row], quality: Quality) -> dict[str, Any]:
+    """What is kept of a run: the last weights' quality, and what its steps reported."""
+    series = {
+        name: [row.get(name) for row in rows]
+        for name in (
+            "reward/mean",
+            "staleness/mean",
+            "agreement/abs_diff_mean",
+            "agreement/ess",
+            "agreement/ess_sequences",
+            "agreement/kl_k3",
+            "entropy/mean",
+            "grad_norm",
+            "is_ratio/clipped_fraction",
+        )
+    }
+    for age in AGES:
+        for meter in ("tokens", "abs_diff_mean", "ess"):
+            name = f"agreement/{age}/{meter}"
+            series[name] = [row.get(name) for row in rows]
+    return {"score": quality.score, "kl": quality.kl, "series": series}
+
+
+def run(
+    config: str, overrides: Sequence[str], runs: Path, seeds: int, lanes: int, as_json: bool
+) -> None:
+    """Prints tables, or one JSON object, of all complete runs.
+
+    `lanes` runs go side by side. Raises ConfigError; RuntimeError, at the end, if runs have failed.
+    """
+    study = Study(config, overrides, runs)
+    cells = cells_of(seeds)
+    study.prepare(cells)
+    results = []
+    failures = []
+
+    def make(cell: Cell) -> None:
+        try:
+            results.append(study.result(cell))
+        except (RuntimeError, OSError) as error:  # one failed run must not end the study
+            failures.append(f"{cell.name}: {error}")
+
+    # the outer one catches a second Ctrl-C while the runs end
+    with ending_runs(), ThreadPoolExecutor(lanes) as pool, ending_runs():
+        list(pool.map(make, cells))
