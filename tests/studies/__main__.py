@@ -20,8 +20,8 @@ MEANINGS = {
     "published": "published runs, simulated: their steps against the published ones",
     "mutations": "break the code in one place at a time: which tests see it",
     "peer": "seconds of a step beside TRL's GRPO, on CONFIG's weights, prompts and sizes, in turns",
-    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes "
-    "and seeds",
+    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, sizes and "
+    "seeds",
     "figure8": "what AIPO's correction is worth: runs of CONFIG over engines' precision, lags, "
     "learning rates and rules",
 }
@@ -126,7 +126,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="folder of the runs; complete runs are not repeated",
     )
     parts = (
-        "losses, lags, policies, epochs, samples, asynchrony, reward_models (where a model "
+        "losses, policies, epochs, samples, asynchrony, reward_models (where a model "
         "rewards); default: all"
     )
     offpolicy.add_argument("--parts", metavar="PART,…", default="", help=parts)

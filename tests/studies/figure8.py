@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from threading import Lock
 from typing import Any
 
-from offpolicy import Quality, measure, held_out_of, write_model
+from offpolicy import Quality, held_out_of, measure, write_model
 from whole_runs import check_settings, ending_runs, note_settings, run_megarl
 
 from megarl.base.files import write_whole
@@ -32,7 +32,8 @@ from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
 
 HEAD_SIZE = 64  # so that rows of an fp8 block are whole
 UPDATES = 64
-LAST = 10  # the reward is the mean of the last steps
+LAST = 10  # a reward is the mean of so many steps
+FALL = 0.1  # a run has fallen if its reward ends so far below its best
 PLUGIN = Path(__file__).parent / "coarse_engines"
 # Settings that every run has: the same advantages and the same mean in all rules, a probe limit
 # that lets coarse engines be, and one export of the last weights.
@@ -89,7 +90,8 @@ class Cell:
         ]
 
 
-USUAL = ("none", "rho 4")
+BASELINE = "rho 4"
+USUAL = ("none", BASELINE)
 # engine, lag, learning rate, rules: the most telling ones first
 COMPARISONS: Sequence[tuple[str, int, float, Sequence[str]]] = (
     ("fp8", 8, 3, USUAL),
@@ -233,15 +235,110 @@ def run(
     study = Study(config, overrides, runs)
     cells = cells_of(seeds)
     study.prepare(cells)
-    results = []
+    results: dict[Cell, dict[str, Any]] = {}
     failures = []
 
     def make(cell: Cell) -> None:
         try:
-            results.append(study.result(cell))
+            results[cell] = study.result(cell)
         except (RuntimeError, OSError) as error:  # one failed run must not end the study
             failures.append(f"{cell.name}: {error}")
 
     # the outer one catches a second Ctrl-C while the runs end
     with ending_runs(), ThreadPoolExecutor(lanes) as pool, ending_runs():
         list(pool.map(make, cells))
+    facts = {
+        "config": config,
+        "overrides": list(overrides),
+        "runs": [results[cell] for cell in cells if cell in results],
+        "failures": failures,
+    }
+    print(json.dumps(facts) if as_json else render(facts["runs"]))
+    if failures:
+        raise RuntimeError(
+            f"{len(failures)} runs failed; the same command tries them again\n"
+            + "\n".join(failures)
+        )
+
+
+Result = Mapping[str, Any]
+
+
+def render(results: Sequence[Result]) -> str:
+    """A Markdown table with a row for each setting and rule."""
+    lines = [
+        "| engine | lag | rate | rule | score, by seed | mean | minus that of rho 4 | fell | "
+        "from step | age | log-prob difference | sample size |",
+        "|" + "---|" * 12,
+    ]
+    by_setting: dict[tuple[str, int, float], dict[str, dict[int, Result]]] = {}
+    for result in results:
+        setting = (result["engine"], result["lag"], result["rate"])
+        rules = by_setting.setdefault(setting, {})
+        rules.setdefault(result["rule"], {})[result["seed"]] = result
+    for setting, rules in by_setting.items():
+        for rule, by_seed in rules.items():
+            baseline = {} if rule == BASELINE else rules.get(BASELINE, {})
+            lines.append(_row(setting, rule, by_seed, baseline))
+    return "\n".join(lines)
+
+
+def _row(
+    setting: tuple[str, int, float],
+    rule: str,
+    by_seed: Mapping[int, Result],
+    baseline: Mapping[int, Result],
+) -> str:
+    scores = {seed: result["score"] for seed, result in by_seed.items()}
+    differences = [
+        score - baseline[seed]["score"] for seed, score in scores.items() if seed in baseline
+    ]
+    falls = [fall_of(result["series"]["reward/mean"]) for result in by_seed.values()]
+    steps = [fall for fall in falls if fall is not None]
+    cells = [
+        *map(str, setting),
+        rule,
+        " ".join(f"{scores[seed]:.2f}" for seed in sorted(scores)),
+        f"{fmean(scores.values()):.3f}",
+        _paired(differences),
+        f"{len(steps)} of {len(falls)}",
+        " ".join(map(str, steps)) or "–",
+        f"{_mean(by_seed, 'staleness/mean'):.1f}",
+        f"{_mean(by_seed, 'agreement/abs_diff_mean'):.3f}",
+        f"{_mean(by_seed, 'agreement/ess'):.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _paired(differences: Sequence[float]) -> str:
+    """Mean and twice its standard error."""
+    if not differences:
+        return "–"
+    mean = fmean(differences)
+    if len(differences) == 1:
+        return f"{mean:+.3f}"
+    return f"{mean:+.3f} ± {2 * stdev(differences) / math.sqrt(len(differences)):.3f}"
+
+
+def _mean(by_seed: Mapping[int, Result], name: str) -> float:
+    """Over seeds and steps; a step that trained on nothing has no value."""
+    values = []
+    for result in by_seed.values():
+        values += [value for value in result["series"][name] if value is not None]
+    return fmean(values)
+
+
+def fall_of(rewards: Sequence[float]) -> int | None:
+    """The first step after which the mean reward of LAST steps is more than FALL below its best so
+    far, if it stays so to the end; None if the run has not fallen.
+    """
+    means = [fmean(rewards[end - LAST : end]) for end in range(LAST, len(rewards) + 1)]
+    fallen = None
+    best = -math.inf
+    for end, mean in enumerate(means, LAST):
+        best = max(best, mean)
+        if mean >= best - FALL:
+            fallen = None
+        elif fallen is None:
+            fallen = end - 1
+    return fallen

@@ -7,10 +7,10 @@ the same warm start. Each run's result is kept in result.json in its folder, and
 removed. The same command continues an interrupted study: it keeps complete runs, continues
 interrupted ones, and repeats failed ones.
 
-The settings vary what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary. All runs of a part
-have the same number of samples and of optimizer steps. A run with N mini-batches samples N of them
-at once from one version of the weights. Then it makes N optimizer steps, so the weights of its last
-step are N - 1 updates newer than its data (section 3.1 there).
+The settings vary what Noukhovitch et al. (arXiv:2410.18252) vary. All runs of a part have the same
+number of samples and of optimizer steps. A run with N mini-batches samples N of them at once from
+one version of the weights. Then it makes N optimizer steps, so the weights of its last step are
+N - 1 updates newer than its data (section 3.1 there).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ LOSSES: Mapping[str, Sequence[str]] = {  # settings of each besides its name
 # (online_dpo has its own, best_of_n none).
 _PENALTY = ("algorithm.kl_coef=0.05", "algorithm.kl=reward")
 PENALTIES: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("ppo", "rloo", "proximal_rloo", "aipo", "reinforce"), _PENALTY),
+    **dict.fromkeys(("ppo", "rloo", "proximal_rloo", "aipo"), _PENALTY),
     "copg": ("algorithm.beta=0.05",),
 }
 USUAL = "medium"  # size of policies and reward models
@@ -184,14 +184,6 @@ def _samples(seed: int) -> list[Cell]:
     ]
 
 
-def _lags(seed: int) -> list[Cell]:
-    return [
-        Cell(name, capacity=lag, seed=seed)
-        for name in ("aipo", "reinforce")
-        for lag in (1, 2, 4, 8, 16)
-    ]
-
-
 def _asynchrony(seed: int) -> list[Cell]:
     return [
         Cell("online_dpo", capacity=capacity, policy=size, seed=seed)
@@ -202,7 +194,6 @@ def _asynchrony(seed: int) -> list[Cell]:
 
 PARTS = {
     "losses": _losses,
-    "lags": _lags,
     "policies": _policies,
     "epochs": _epochs,
     "samples": _samples,
@@ -550,12 +541,6 @@ def _minibatches(result: Result) -> str:
 RENDER: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "losses": lambda results: _grid(
         "Losses by mini-batches:", results, lambda result: result["algorithm"], _minibatches
-    ),
-    "lags": lambda results: _grid(
-        "With and without correction:",
-        results,
-        lambda result: result["algorithm"],
-        lambda result: f"lag {result['capacity']}",
     ),
     "policies": lambda results: _grid(
         "Sizes of policies, online_dpo:", results, lambda result: result["policy"], _minibatches

@@ -69,7 +69,8 @@ def run_megarl(
 ) -> None:
     """Runs `megarl COMMAND CONFIG …`, with its output in `run_dir`/COMMAND.log.
 
-    `environment`: variables to add. Raises RuntimeError if it fails. Any other exception first ends the command.
+    `environment`: variables to add. Raises RuntimeError if it fails. Any other exception first ends
+    the command.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / f"{command}.log"
