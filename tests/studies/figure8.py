@@ -95,18 +95,19 @@ USUAL = ("none", BASELINE)
 # engine, lag, learning rate, rules: the most telling ones first
 COMPARISONS: Sequence[tuple[str, int, float, Sequence[str]]] = (
     ("fp8", 8, 3, USUAL),
+    ("fp8", 8, 3, ("clip", "rho 1")),
     ("coarse", 8, 3, USUAL),
-    ("fp8", 8, 3, ("clip", "rho 1", "drop", "rho 2", "rho 10")),
-    ("fp8", 4, 3, USUAL),
     ("fp8", 1, 3, USUAL),
-    ("exact", 8, 3, USUAL),
     ("fp8", 8, 1, USUAL),
+    ("fp8", 4, 3, USUAL),
+    ("fp8", 8, 3, ("rho 10", "drop", "rho 2", "clamp")),
     ("coarse", 1, 3, USUAL),
-    ("coarse", 8, 1, USUAL),
+    ("exact", 8, 3, USUAL),
     ("coarse", 4, 3, USUAL),
+    ("coarse", 8, 1, USUAL),
     ("fp8", 1, 6, USUAL),
     ("coarse", 1, 6, USUAL),
-    ("coarse", 8, 3, ("clip", "rho 1", "drop", "rho 2", "rho 10")),
+    ("coarse", 8, 3, ("clip", "rho 1", "rho 10", "drop", "rho 2", "clamp")),
 )
 
 
