@@ -39,6 +39,7 @@ PLUGIN = Path(__file__).parent / "coarse_engines"
 # that lets coarse engines be, and one export of the last weights.
 COMMON = (
     f"max_steps={UPDATES}",
+    "rollout.prompts_per_step=16",
     "algorithm.advantage=mean",
     "algorithm.loss_mean=token",
     "observe.probe_limit=10",
