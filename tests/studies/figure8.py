@@ -162,6 +162,8 @@ class Study:
         for cell in cells:
             load_config(self.config, self.of_run(cell))
         for seed in sorted({cell.seed for cell in cells}):
+            if (self.warm_start(seed) / "config.json").exists():
+                continue
             run_dir = Path(f"{self.warm_start(seed)}.run")
             run_megarl("sft", self.config, [*self.common(seed), f"run_dir={run_dir}"], run_dir)
         note_settings(self.runs, settings)
