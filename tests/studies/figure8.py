@@ -1,55 +1,52 @@
 """`python tests/studies figure8 CONFIG`: what AIPO's correction is worth (LlamaRL, figure 8).
 
-It makes real runs that differ in the engines' precision, the lag, the learning rate and the rule
-that weights tokens. Every run is a `megarl train` with the shipped program. Runs with the same seed
-have the same warm start, prompts and order, so they are compared seed by seed. Each run's result is
-kept in result.json in its folder, and its weights are removed. The same command continues an
-interrupted study.
+It makes runs that differ in the engine's precision, in the age of samples, in the learning rate and
+in the rule that weights tokens (`stale_loop`). Runs of the same seed have the same warm start,
+prompts and noise, so they are compared seed by seed. Each result is kept in result.json in the
+run's folder. The same command continues an interrupted study.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
-import shutil
 import sys
+import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import connection
 from pathlib import Path
 from statistics import fmean, stdev
-from threading import Lock
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from offpolicy import Quality, held_out_of, measure, write_model
-from whole_runs import check_settings, ending_runs, note_settings, run_megarl
+from stale_loop import run_loop
+from whole_runs import check_settings, note_settings, run_megarl
 
 from megarl.base.files import write_whole
 from megarl.config.load import load_config
 from megarl.observe.agreement import AGES
-from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
+from megarl.observe.metrics import Row
+from megarl.plan.resolve import resolve
 
 HEAD_SIZE = 64  # so that rows of an fp8 block are whole
 UPDATES = 64
 LAST = 10  # a reward is the mean of so many steps
 FALL = 0.1  # a run has fallen if its reward ends so far below its best
-PLUGIN = Path(__file__).parent / "coarse_engines"
-# Settings that every run has: the same advantages and the same mean in all rules, a probe limit
-# that lets coarse engines be, and one export of the last weights.
+# Settings of all runs: the rules have the same advantages and the same mean.
 COMMON = (
     f"max_steps={UPDATES}",
     "rollout.prompts_per_step=16",
     "algorithm.advantage=mean",
     "algorithm.loss_mean=token",
-    "observe.probe_limit=10",
-    f"checkpoint.hf_every={UPDATES}",
+    "trainer.tp=1",
+    "trainer.dp=1",
 )
-ENGINES: Mapping[str, Sequence[str]] = {
-    "exact": (),
-    "fp8": ("generator.quantization=fp8_block",),
-    "coarse": (),  # with the plugin
-}
 # The weight of a token, r being pi/mu
 RULES: Mapping[str, Sequence[str]] = {
     "none": ("algorithm.name=reinforce",),  # 1
@@ -70,7 +67,7 @@ class Cell:
     """One run."""
 
     engine: str
-    lag: int  # async.capacity
+    lag: int  # updates between sampling and training, once there are so many
     rate: float  # of the config's learning rate
     rule: str
     seed: int
@@ -83,9 +80,7 @@ class Cell:
     def overrides(self, learning_rate: float) -> list[str]:
         return [
             *COMMON,
-            *ENGINES[self.engine],
             *RULES[self.rule],
-            f"async.capacity={self.lag}",
             f"trainer.optimizer.lr={self.rate * learning_rate:g}",
             f"seed={self.seed}",
         ]
@@ -97,18 +92,18 @@ USUAL = ("none", BASELINE)
 COMPARISONS: Sequence[tuple[str, int, float, Sequence[str]]] = (
     ("fp8", 8, 3, USUAL),
     ("fp8", 8, 3, ("clip", "rho 1")),
-    ("coarse", 8, 3, USUAL),
+    ("int4", 8, 3, USUAL),
     ("fp8", 1, 3, USUAL),
     ("fp8", 8, 1, USUAL),
     ("fp8", 4, 3, USUAL),
     ("fp8", 8, 3, ("rho 10", "drop", "rho 2", "clamp")),
-    ("coarse", 1, 3, USUAL),
+    ("int4", 1, 3, USUAL),
     ("exact", 8, 3, USUAL),
-    ("coarse", 4, 3, USUAL),
-    ("coarse", 8, 1, USUAL),
+    ("int4", 4, 3, USUAL),
+    ("int4", 8, 1, USUAL),
     ("fp8", 1, 6, USUAL),
-    ("coarse", 1, 6, USUAL),
-    ("coarse", 8, 3, ("clip", "rho 1", "rho 10", "drop", "rho 2", "clamp")),
+    ("int4", 1, 6, USUAL),
+    ("int4", 8, 3, ("clip", "rho 1", "rho 10", "drop", "rho 2", "clamp")),
 )
 
 
@@ -135,9 +130,6 @@ class Study:
     def warm_start(self, seed: int) -> Path:
         return self.runs / "warm_starts" / f"seed{seed}"
 
-    def folder(self, cell: Cell) -> Path:
-        return self.runs / cell.name
-
     def common(self, seed: int) -> list[str]:
         return [
             *self.overrides,
@@ -148,11 +140,7 @@ class Study:
 
     def of_run(self, cell: Cell) -> list[str]:
         learning_rate = load_config(self.config, self.overrides).trainer.optimizer.lr
-        return [
-            *self.common(cell.seed),
-            *cell.overrides(learning_rate),
-            f"run_dir={self.folder(cell)}",
-        ]
+        return [*self.common(cell.seed), *cell.overrides(learning_rate)]
 
     def prepare(self, cells: Sequence[Cell]) -> None:
         """Makes the model and the warm starts. Wrong settings show before anything starts."""
@@ -168,42 +156,75 @@ class Study:
             run_megarl("sft", self.config, [*self.common(seed), f"run_dir={run_dir}"], run_dir)
         note_settings(self.runs, settings)
 
-    def result(self, cell: Cell) -> dict[str, Any]:
-        """The run's result; the run is made if it is not complete. Raises RuntimeError if it
-        fails.
-        """
-        path = self.folder(cell) / "result.json"
-        if not path.exists():
-            print(cell.name, file=sys.stderr, flush=True)
-            environment = plugin_environment() if cell.engine == "coarse" else {}
-            run_megarl("train", self.config, self.of_run(cell), self.folder(cell), environment)
-            write_whole(path, json.dumps(self._measured(cell)))
-            for name in ("checkpoints", "hf"):
-                shutil.rmtree(self.folder(cell) / name, ignore_errors=True)
-        return json.loads(path.read_text())
+    def make(self, cell: Cell) -> None:
+        """Makes a run and writes its result, in a process of its own."""
+        from megarl.trainer import cpu_support
 
-    def _measured(self, cell: Cell) -> dict[str, Any]:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+        cpu_support.install()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         config = load_config(self.config, self.of_run(cell))
-        with _measuring:
+        held_out = held_out_of(config)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = run_loop(
+                resolve(config, "train"),
+                lag=cell.lag,
+                engine=cell.engine,
+                judge=held_out.judge,
+                output=Path(folder),
+            )
             quality = measure(
-                self.folder(cell) / "hf" / f"step_{UPDATES:06}",
+                Path(folder),
                 initial=self.warm_start(cell.seed),
                 reward_model=None,
-                held_out=held_out_of(config),
+                held_out=held_out,
                 max_tokens=config.rollout.max_tokens,
                 seed=cell.seed,
             )
-        rows = read_metrics(self.folder(cell) / METRICS_FILE)
-        return asdict(cell) | facts_of(rows, quality)
+        write_whole(self.result_path(cell), json.dumps(asdict(cell) | facts_of(rows, quality)))
+
+    def result_path(self, cell: Cell) -> Path:
+        return self.runs / cell.name / "result.json"
 
 
-_measuring = Lock()  # two threads must not import transformers at once
+def in_child(study: Study, cell: Cell) -> None:
+    """What the process of a run does. Its output goes to the run's log."""
+    with open(study.result_path(cell).parent / "log", "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    status = 1
+    try:
+        study.make(cell)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    os._exit(status)  # without waiting for gloo's threads
 
 
-def plugin_environment() -> dict[str, str]:
-    """What makes SGLang find the plugin of coarse engines."""
-    folders = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+def make_all(study: Study, cells: Sequence[Cell], lanes: int) -> None:
+    """Makes the runs that have no result, `lanes` at a time.
+
+    Their processes are forks of this one, since importing the trainer takes longer than many steps.
+    """
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import megarl.executors.policy  # noqa: F401
+
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    running: list[Any] = []
+    for cell in cells:
+        if study.result_path(cell).exists():
+            continue
+        while len(running) >= lanes:
+            connection.wait([process.sentinel for process in running])
+            running = [process for process in running if process.is_alive()]
+        print(cell.name, file=sys.stderr, flush=True)
+        study.result_path(cell).parent.mkdir(parents=True, exist_ok=True)
+        running.append(context.Process(target=in_child, args=(study, cell), daemon=True))
+        running[-1].start()
+    for process in running:
+        process.join()
 
 
 def facts_of(rows: Sequence[Row], quality: Quality) -> dict[str, Any]:
@@ -239,29 +260,15 @@ def run(
     study = Study(config, overrides, runs)
     cells = cells_of(seeds)
     study.prepare(cells)
-    results: dict[Cell, dict[str, Any]] = {}
-    failures = []
-
-    def make(cell: Cell) -> None:
-        try:
-            results[cell] = study.result(cell)
-        except (RuntimeError, OSError) as error:  # one failed run must not end the study
-            failures.append(f"{cell.name}: {error}")
-
-    # the outer one catches a second Ctrl-C while the runs end
-    with ending_runs(), ThreadPoolExecutor(lanes) as pool, ending_runs():
-        list(pool.map(make, cells))
-    facts = {
-        "config": config,
-        "overrides": list(overrides),
-        "runs": [results[cell] for cell in cells if cell in results],
-        "failures": failures,
-    }
-    print(json.dumps(facts) if as_json else render(facts["runs"]))
-    if failures:
+    make_all(study, cells, lanes)
+    paths = [study.result_path(cell) for cell in cells]
+    results = [json.loads(path.read_text()) for path in paths if path.exists()]
+    facts = {"config": config, "overrides": list(overrides), "runs": results}
+    print(json.dumps(facts) if as_json else render(results))
+    failed = [str(path.parent / "log") for path in paths if not path.exists()]
+    if failed:
         raise RuntimeError(
-            f"{len(failures)} runs failed; the same command tries them again\n"
-            + "\n".join(failures)
+            f"{len(failed)} runs failed; the same command tries them again; see {failed[0]}"
         )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.base.files import folder_problems, write_whole
@@ -60,17 +59,10 @@ def note_settings(runs: Path, config: RunConfig) -> None:
     write_whole(runs / SETTINGS, dump_config(config))
 
 
-def run_megarl(
-    command: str,
-    config: str,
-    overrides: Sequence[str],
-    run_dir: Path,
-    environment: Mapping[str, str] = {},
-) -> None:
+def run_megarl(command: str, config: str, overrides: Sequence[str], run_dir: Path) -> None:
     """Runs `megarl COMMAND CONFIG …`, with its output in `run_dir`/COMMAND.log.
 
-    `environment`: variables to add. Raises RuntimeError if it fails. Any other exception first ends
-    the command.
+    Raises RuntimeError if it fails. Any other exception first ends the command.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / f"{command}.log"
@@ -79,13 +71,7 @@ def run_megarl(
     # here. A second signal would keep it from saving.
     with (
         open(log, "ab") as output,
-        subprocess.Popen(
-            arguments,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-            env=os.environ | environment,
-        ) as process,
+        subprocess.Popen(arguments, stdout=output, stderr=output, process_group=0) as process,
     ):
         _running.add(process)
         try:
