@@ -8,6 +8,7 @@ run's folder. The same command continues an interrupted study.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import multiprocessing
@@ -158,10 +159,7 @@ class Study:
 
     def make(self, cell: Cell) -> None:
         """Makes a run and writes its result, in a process of its own."""
-        from megarl.trainer import cpu_support
-
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-        cpu_support.install()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         config = load_config(self.config, self.of_run(cell))
         held_out = held_out_of(config)
@@ -206,10 +204,11 @@ def make_all(study: Study, cells: Sequence[Cell], lanes: int) -> None:
 
     Their processes are forks of this one, since importing the trainer takes longer than many steps.
     """
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    from megarl.trainer import cpu_support
 
-    import megarl.executors.policy  # noqa: F401
-
+    cpu_support.install()
+    for module in ("megarl.executors.policy", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(module)
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     running: list[Any] = []

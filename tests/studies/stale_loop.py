@@ -112,7 +112,7 @@ class Sampler:
 
         self._rounding, dtype = ENGINES[engine]
         config = AutoConfig.from_pretrained(model_path)
-        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         self._tokenizer = tokenizer
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -120,7 +120,7 @@ class Sampler:
         for name, weight in weights.items():
             is_linear = name.endswith("_proj.weight")
             rounded[name] = self._rounding(weight.float()) if is_linear else weight
-        self._model.load_state_dict(rounded)
+        self.model.load_state_dict(rounded)
 
     def groups(
         self,
@@ -167,7 +167,7 @@ class Sampler:
             going = torch.ones(len(places), dtype=torch.bool)
             ends = torch.tensor(list(self._tokenizer.eos_ids))
             for _ in range(max_tokens):
-                output = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+                output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
                 logprobs = output.logits[:, -1].float().log_softmax(-1)
                 ids = torch.multinomial(logprobs.exp(), 1, generator=noise)

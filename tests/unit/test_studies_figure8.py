@@ -1,19 +1,21 @@
-"""`python tests/studies figure8`: its runs, its coarse engines, its table. No test makes a run."""
+"""`python tests/studies figure8`: its runs, its rounded engines, its table. No test makes a run."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import quantise_reference
 import torch
-from coarse_engines.coarse_engines import GROUP, rounded
-from figure8 import COMMON, RULES, Study, cells_of, fall_of, plugin_environment, render
+from figure8 import COMMON, RULES, Study, cells_of, fall_of, render
 from offpolicy import held_out_of, write_model
+from stale_loop import ENGINES, GROUP, Sampler, in_4_bits, in_fp8_blocks
 
 from megarl.algorithms.recipes import recipe_of
+from megarl.base.rollout_types import Prompt
 from megarl.config.load import load_config
+from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import resolve
 
 CONFIG = "configs/offpolicy/chain.yaml"
@@ -29,8 +31,7 @@ def test_every_run_is_valid_and_has_its_own_folder(tmp_path: Path):
             config = load_config(CONFIG, study.of_run(cell))
             resolve(config, "sft")
             assert config.trainer.optimizer.lr == pytest.approx(8e-5 * cell.rate)
-            assert config.async_.capacity == cell.lag
-            assert (config.generator.quantization == "fp8_block") == (cell.engine == "fp8")
+            assert cell.engine in ENGINES
 
 
 def test_rules_differ_only_in_the_weight_of_a_token():
@@ -53,30 +54,50 @@ def test_coarse_weights_are_the_nearest_of_fifteen_values():
     torch.manual_seed(0)
     weight = torch.randn(6, 3 * GROUP)
     groups = weight.view(-1, GROUP)
-    coarse = rounded(weight).view(-1, GROUP)
+    coarse = in_4_bits(weight).view(-1, GROUP)
     steps = groups.abs().amax(1, keepdim=True) / 7
     codes = coarse / steps
     assert torch.allclose(codes, codes.round(), atol=1e-5)
     assert codes.abs().max() < 7.001
     assert ((coarse - groups).abs() <= steps / 2 + 1e-6).all()
     assert (coarse - groups).abs().mean() > 0.1 * steps.mean()
-    assert torch.equal(rounded(torch.zeros(2, GROUP)), torch.zeros(2, GROUP))
+    assert torch.equal(in_4_bits(torch.zeros(2, GROUP)), torch.zeros(2, GROUP))
 
 
-def test_engines_find_the_plugin_of_coarse_weights():
-    program = (
-        "from importlib.metadata import entry_points\n"
-        "[plugin] = entry_points(group='sglang.srt.plugins', name='coarse_engines')\n"
-        "print(plugin.dist.name, plugin.value)"
-    )
-    completed = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        env=plugin_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert completed.stdout == "coarse_engines coarse_engines:activate\n"
+def test_fp8_weights_are_those_of_the_engines():
+    torch.manual_seed(0)
+    weight = torch.randn(200, 300)
+    codes, scales = quantise_reference.quantise(weight, 128, 128, 1e-4)
+    values = np.where(codes < 128, 1, -1) * quantise_reference.E4M3[codes & 127]
+    tiles = scales.repeat(128, 0).repeat(128, 1)[:200, :300]
+    expected = torch.from_numpy((values * tiles).astype(np.float32))
+    assert torch.equal(in_fp8_blocks(weight), expected)
+
+
+def test_sampler_reports_the_log_probs_of_its_rounded_weights(tmp_path: Path):
+    """Each token's log-prob is compared with one pass over the whole response."""
+    config = load_config(CONFIG)
+    tokenizer = load_tokenizer(config.model)
+    sampler = Sampler(config.model.path, "exact", tokenizer)
+    prompts = [Prompt(0, [1, 5, 6], "", ""), Prompt(1, [1, 7], "", "")]
+    judged = []
+
+    def judge(text: str, prompt: Prompt) -> float:
+        judged.append((text, prompt.ordinal))
+        return float(len(judged))
+
+    noise = torch.Generator().manual_seed(3)
+    groups = sampler.groups(prompts, 3, 8, noise, version=5, judge=judge)
+    assert [ordinal for _, ordinal in judged] == [0, 0, 0, 1, 1, 1]
+    for group in groups:
+        for sample in group.samples:
+            ids = [*group.prompt.token_ids, *sample.token_ids]
+            logits = sampler.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            start = len(group.prompt.token_ids)
+            expected = [logits[start - 1 + i, token] for i, token in enumerate(sample.token_ids)]
+            assert list(sample.logprobs) == pytest.approx([float(x) for x in expected], abs=1e-4)
+            assert list(sample.versions) == [5] * len(sample.token_ids)
+            assert not set(sample.token_ids[:-1]) & set(tokenizer.eos_ids)
 
 
 def test_a_run_has_fallen_only_if_it_ends_below_its_best():
