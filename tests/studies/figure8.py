@@ -91,20 +91,23 @@ BASELINE = "rho 4"
 USUAL = ("none", BASELINE)
 # engine, lag, learning rate, rules: the most telling ones first
 COMPARISONS: Sequence[tuple[str, int, float, Sequence[str]]] = (
-    ("fp8", 8, 3, USUAL),
-    ("fp8", 8, 3, ("clip", "rho 1")),
+    ("fp8", 8, 3, (*USUAL, "clip", "rho 1")),
     ("int4", 8, 3, USUAL),
+    ("fp8", 8, 1, (*USUAL, "clip")),
+    ("fp8", 8, 2, (*USUAL, "clip")),
+    ("fp8", 4, 3, (*USUAL, "clip")),
     ("fp8", 1, 3, USUAL),
-    ("fp8", 8, 1, USUAL),
-    ("fp8", 4, 3, USUAL),
-    ("fp8", 8, 3, ("rho 10", "drop", "rho 2", "clamp")),
+    ("fp8", 8, 3, ("rho 10", "rho 2", "drop", "clamp")),
+    ("int4", 8, 2, (*USUAL, "clip")),
+    ("fp8", 1, 6, (*USUAL, "clip")),
+    ("int4", 8, 1, USUAL),
     ("int4", 1, 3, USUAL),
     ("exact", 8, 3, USUAL),
     ("int4", 4, 3, USUAL),
-    ("int4", 8, 1, USUAL),
-    ("fp8", 1, 6, USUAL),
     ("int4", 1, 6, USUAL),
-    ("int4", 8, 3, ("clip", "rho 1", "rho 10", "drop", "rho 2", "clamp")),
+    ("exact", 8, 2, USUAL),
+    ("exact", 1, 6, USUAL),
+    ("int4", 8, 3, ("clip", "rho 1", "rho 10", "rho 2", "drop", "clamp")),
 )
 
 
