@@ -13,7 +13,7 @@ import torch
 import yaml
 from losses import F64, gradient, packed_loss_of
 
-from megarl.algorithms.recipes import problems
+from megarl.algorithms.recipes import problems, trains_on_far_tokens
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.algorithms import ALGORITHMS, PUBLISHED
 from megarl.config.errors import ConfigError
@@ -241,3 +241,27 @@ def test_masked_entropy_has_no_gradient() -> None:
     assert not loss_gradient[5:].any()
     assert not make_algorithm(AlgorithmConfig(entropy_coefficient=0.5)).skip_zero
     assert math.isclose(out.loss.item(), -0.5 * batch.entropy[:5].sum().item())
+
+
+MEASURED = ("aipo", "reinforce", "rloo", "grpo", "gspo", "icepop", "proximal_rloo", "ppo")
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        (name, ratio)
+        for name in MEASURED
+        for ratio in ALGORITHMS[name].ratios
+        if ratio != "decoupled"
+    ],
+)
+def test_losses_that_train_on_far_tokens_are_known(name: str, ratio: str):
+    """The gradient tells, of a token that has become 55 times as likely and was a good one."""
+    logprobs = torch.tensor([-1.0], dtype=F64, requires_grad=True)
+    mu = torch.tensor([-5.0], dtype=F64)
+    ones = torch.ones(1, dtype=F64)
+    output = packed_loss_of(
+        [1], logprobs, mu, ones, ones.bool(), proximal=logprobs.detach(), name=name, ratio=ratio
+    )
+    is_trained = gradient(output.loss, logprobs).item() != 0
+    assert trains_on_far_tokens(AlgorithmConfig(name=name, ratio=ratio)) == is_trained
