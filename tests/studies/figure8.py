@@ -13,6 +13,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -194,6 +195,7 @@ class Study:
 
 def in_child(study: Study, cell: Cell) -> None:
     """What the process of a run does. Its output goes to the run's log."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with open(study.result_path(cell).parent / "log", "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

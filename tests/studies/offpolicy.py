@@ -260,11 +260,12 @@ def held_out_of(config: RunConfig) -> HeldOut:
     from megarl.plan.resolve import find_spec
 
     judge = judge_of(config)
-    assert config.data.eval is not None  # judge_of has checked it
+    evaluated = config.data.eval
+    assert evaluated is not None  # judge_of has checked it
     config = replace(config, eval=replace(config.eval, limit=None))  # the limit is for the runs
     tokenizer = load_tokenizer(config.model)
     prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
-    rows = load_rows(config.data.eval, "data.eval", config.seed, "none", config.model)
+    rows = load_rows(evaluated, "data.eval", config.seed, "none", config.model)
     demonstrations = []
     for place in range(len(prompts)):
         answer = rows[place].demonstration

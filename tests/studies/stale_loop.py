@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ def run_loop(plan: RunPlan, lag: int, engine: str, judge: Any, output: Path) -> 
                 **step_metrics(results, algorithm),
             }
         )
-    trainer.export_hf(output, config.model.path)
+    trainer.export_hf(str(output), config.model.path)
     return rows
 
 
@@ -143,9 +144,9 @@ class Sampler:
                 text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
                 group.append(
                     Sample(
-                        token_ids=tokens,
-                        logprobs=logprobs,
-                        versions=[version] * len(tokens),
+                        token_ids=array("i", tokens),
+                        logprobs=array("f", logprobs),
+                        versions=array("i", [version] * len(tokens)),
                         text=text,
                         reward=judge(text, prompt),
                         finish_reason="stop" if ended else "length",
