@@ -49,16 +49,16 @@ def needs_groups_to_differ(config: AlgorithmConfig) -> bool:
     return needs_reward(config) and not has_critic(config)
 
 
-def trains_on_far_tokens(config: AlgorithmConfig) -> bool:
-    """Whether a token keeps its gradient however far pi/mu has gone, so that old samples can push
-    pi ever further: bounds are on the weight alone (aipo), on pi/prox, or there are none.
+def ignores_age(config: AlgorithmConfig) -> bool:
+    """Whether the gradient of a token does not depend on pi/mu, so that old samples count as if the
+    current policy had sampled them. Unknown of own rules.
 
-    Not so for losses of pairs, best_of_n and own rules.
+    Losses of pairs and best_of_n are not policy gradients, and are not counted.
     """
     recipe = recipe_of(config)
     if config.name not in ALGORITHMS or recipe.group_loss or recipe.advantage == "best":
         return False
-    return recipe.rule in ("clamped", "uncorrected") or config.ratio == "proximal"
+    return recipe.rule == "uncorrected" or config.ratio == "proximal"
 
 
 def needs_reference(config: AlgorithmConfig) -> str | None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.algorithms.recipes import trains_on_far_tokens
+from megarl.algorithms.recipes import ignores_age
 from megarl.observe.metrics import Histogram, Row
 from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION, describe_failed_episodes
 
@@ -116,7 +116,7 @@ DRIFT_FLOOR = 0.1  # and this share of the limit: less is rounding
 # The least effective sample size that a run bears (docs/offpolicy.md)
 ESS_LIMIT = "agreement/ess_limit"
 LEAST_ESS = 0.5
-LEAST_ESS_FAR = 0.9  # if tokens keep their gradient however far their ratio has gone
+LEAST_ESS_UNCORRECTED = 0.9  # with a loss that ignores the ratios
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ def describe_agreement(rows: Sequence[Row]) -> str:
         return ""
     age = _median(sizes, "staleness/mean")
     way_out = "Lower the age or the learning rate"
-    if limit == LEAST_ESS_FAR:
-        way_out += ", or take a loss that clips pi/mu (docs/asynchrony.md)"
+    if limit == LEAST_ESS_UNCORRECTED:
+        way_out += ", or take a loss that corrects for pi/mu (docs/asynchrony.md)"
     return (
         f"with samples {age:.1f} updates old the effective sample size is {size:.0%}, and should "
         f"be at least {limit:.0%} for this loss (medians of the last {RECENT} steps): pi has moved "
@@ -260,7 +260,7 @@ def describe_agreement(rows: Sequence[Row]) -> str:
 
 def least_ess(config: AlgorithmConfig) -> float:
     """The effective sample size below which a run with this loss is warned."""
-    return LEAST_ESS_FAR if trains_on_far_tokens(config) else LEAST_ESS
+    return LEAST_ESS_UNCORRECTED if ignores_age(config) else LEAST_ESS
 
 
 def _median(rows: Sequence[Row], key: str) -> float:
