@@ -13,7 +13,7 @@ import torch
 import yaml
 from losses import F64, gradient, packed_loss_of
 
-from megarl.algorithms.recipes import problems, ignores_age
+from megarl.algorithms.recipes import ignores_age, problems
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.algorithms import ALGORITHMS, PUBLISHED
 from megarl.config.errors import ConfigError
