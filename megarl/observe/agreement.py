@@ -113,9 +113,9 @@ WARM_UP = 10  # steps left out of the earlier median
 FEWEST_TOKENS = 32  # steps with fewer tokens are ignored
 DRIFT = 5  # a warning needs this many times the earlier median,
 DRIFT_FLOOR = 0.1  # and this share of the limit: less is rounding
-# The least effective sample size that a run bears (docs/offpolicy.md)
 ESS_LIMIT = "agreement/ess_limit"
-LEAST_ESS = 0.5
+# The least effective sample size. Measured (docs/offpolicy.md): runs whose reward fell had less.
+LEAST_ESS = 0.7
 LEAST_ESS_UNCORRECTED = 0.9  # with a loss that ignores the ratios
 
 

@@ -242,7 +242,8 @@ def test_difference_over_the_limit_and_small_ess_are_advised() -> None:
         ("reinforce", 0.95, False),
         ("reinforce", 0.85, True),
         ("aipo", 0.85, False),
-        ("aipo", 0.45, True),
+        ("aipo", 0.65, True),
+        ("grpo", 0.65, True),
     ],
 )
 def test_old_samples_are_advised_by_the_rule_of_the_loss(name: str, ess: float, warned: bool):
