@@ -270,7 +270,7 @@ def run(
     study.prepare(cells)
     make_all(study, cells, lanes)
     paths = [study.result_path(cell) for cell in cells]
-    results = [json.loads(path.read_text()) for path in paths if path.exists()]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
     facts = {"config": config, "overrides": list(overrides), "runs": results}
     print(json.dumps(facts) if as_json else render(results))
     failed = [str(path.parent / "log") for path in paths if not path.exists()]
