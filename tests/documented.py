@@ -181,8 +181,7 @@ NOT_RUN = {
     "--seeds 1": STUDY,
     "python tests/studies offpolicy configs/offpolicy/gold.yaml --parts losses --seeds 1 --lanes 2": STUDY,
     "python tests/studies offpolicy configs/offpolicy/chain.yaml --runs runs/offpolicy": STUDY,
-    "python tests/studies offpolicy configs/offpolicy/chain.yaml --parts lags --seeds 1 --runs "
-    "runs/faster trainer.optimizer.lr=5e-4": (STUDY),
+    "python tests/studies figure8 configs/offpolicy/chain.yaml --seeds 3 --lanes 2": "takes hours",
     "python tests/studies/math_verify_suite.py FOLDER": "needs the sources of math-verify",
     "python tests/studies simulated --runs runs/a runs/b …": "tests/unit/test_simulation.py does "
     "it with a run of its own",

@@ -49,6 +49,18 @@ def needs_groups_to_differ(config: AlgorithmConfig) -> bool:
     return needs_reward(config) and not has_critic(config)
 
 
+def ignores_age(config: AlgorithmConfig) -> bool:
+    """Whether the gradient of a token does not depend on pi/mu, so that old samples count as if the
+    current policy had sampled them. Unknown of own rules.
+
+    Losses of pairs and best_of_n are not policy gradients, and are not counted.
+    """
+    recipe = recipe_of(config)
+    if config.name not in ALGORITHMS or recipe.group_loss or recipe.advantage == "best":
+        return False
+    return recipe.rule == "uncorrected" or config.ratio == "proximal"
+
+
 def needs_reference(config: AlgorithmConfig) -> str | None:
     """The "key=value" that makes a run keep its initial weights as a reference; None if it does not
     keep them.

@@ -40,9 +40,11 @@ from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.agreement import (
     DIFFERENCE,
+    ESS_LIMIT,
     LARGEST,
     LIMIT,
     describe_differences,
+    least_ess,
     probe_limit,
     too_far,
 )
@@ -305,7 +307,11 @@ class TrainerExecutor:
         # rewards mean nothing.
         if not needs_groups_to_differ(config.algorithm):
             metrics["zero_advantage_fraction"] = None
-        metrics |= {"weights/version": self.version, LIMIT: probe_limit(self.plan)}
+        metrics |= {
+            "weights/version": self.version,
+            LIMIT: probe_limit(self.plan),
+            ESS_LIMIT: least_ess(config.algorithm),
+        }
         return metrics | self._metrics_before
 
     def _counts(self, batch: Batch, results: list[StepResult]) -> dict[str, int]:

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.algorithms.recipes import ignores_age
 from megarl.observe.metrics import Histogram, Row
 from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION, describe_failed_episodes
 
 if TYPE_CHECKING:
+    from megarl.config.schema import AlgorithmConfig
     from megarl.plan.resolve import RunPlan
 
 DIFFERENCE = "logprob/abs_diff_mean"
@@ -111,7 +113,10 @@ WARM_UP = 10  # steps left out of the earlier median
 FEWEST_TOKENS = 32  # steps with fewer tokens are ignored
 DRIFT = 5  # a warning needs this many times the earlier median,
 DRIFT_FLOOR = 0.1  # and this share of the limit: less is rounding
-LEAST_ESS = 0.5
+ESS_LIMIT = "agreement/ess_limit"
+# The least effective sample size. Measured (docs/offpolicy.md): runs whose reward fell had less.
+LEAST_ESS = 0.7
+LEAST_ESS_UNCORRECTED = 0.9  # with a loss that ignores the ratios
 
 
 @dataclass(frozen=True)
@@ -238,13 +243,24 @@ def describe_agreement(rows: Sequence[Row]) -> str:
     if len(sizes) < RECENT:
         return ""
     size = _median(sizes, "agreement/ess")
-    if size >= LEAST_ESS:
+    limit = sizes[-1].get(ESS_LIMIT, LEAST_ESS)
+    if size >= limit:
         return ""
+    age = _median(sizes, "staleness/mean")
+    way_out = "Lower the age or the learning rate"
+    if limit == LEAST_ESS_UNCORRECTED:
+        way_out += ", or take a loss that corrects for pi/mu (docs/asynchrony.md)"
     return (
-        f"the ratios pi/mu are very uneven: the effective sample size is {size:.0%} (median "
-        f"of the last {RECENT} steps). The samples are too old, or trainer and generator "
-        "disagree; see agreement/age_… in metrics.jsonl"
+        f"with samples {age:.1f} updates old the effective sample size is {size:.0%}, and should "
+        f"be at least {limit:.0%} for this loss (medians of the last {RECENT} steps): pi has moved "
+        "too far from mu, or trainer and generator disagree; see agreement/age_… in "
+        f"metrics.jsonl. {way_out}"
     )
+
+
+def least_ess(config: AlgorithmConfig) -> float:
+    """The effective sample size below which a run with this loss is warned."""
+    return LEAST_ESS_UNCORRECTED if ignores_age(config) else LEAST_ESS
 
 
 def _median(rows: Sequence[Row], key: str) -> float:

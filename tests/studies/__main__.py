@@ -20,8 +20,10 @@ MEANINGS = {
     "published": "published runs, simulated: their steps against the published ones",
     "mutations": "break the code in one place at a time: which tests see it",
     "peer": "seconds of a step beside TRL's GRPO, on CONFIG's weights, prompts and sizes, in turns",
-    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes "
-    "and seeds",
+    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, sizes and "
+    "seeds",
+    "figure8": "what AIPO's correction is worth: runs of CONFIG over engines' precision, lags, "
+    "learning rates and rules",
 }
 
 
@@ -46,11 +48,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
                 default=[],
                 help="overrides a setting of all runs",
             )
-        if name in ("staleness", "offpolicy"):
+        if name in ("staleness", "offpolicy", "figure8"):
             study.add_argument(
                 "--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3"
             )
-    faults, staleness, simulated, _, mutations, peer, offpolicy = by_name.values()
+    faults, staleness, simulated, _, mutations, peer, offpolicy, figure8 = by_name.values()
     mutations.add_argument(
         "--only",
         metavar="PART",
@@ -124,17 +126,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="folder of the runs; complete runs are not repeated",
     )
     parts = (
-        "losses, lags, policies, epochs, samples, asynchrony, reward_models (where a model "
+        "losses, policies, epochs, samples, asynchrony, reward_models (where a model "
         "rewards); default: all"
     )
     offpolicy.add_argument("--parts", metavar="PART,…", default="", help=parts)
     lanes = "runs side by side; their times mean something only with 1, the default"
-    offpolicy.add_argument("--lanes", metavar="N", type=int, default=1, help=lanes)
     common = (
-        "folder of the runs; complete runs are not repeated; default: runs/offpolicy/ and the "
-        "name of CONFIG"
+        "folder of the runs; complete runs are not repeated; default: runs/{}/ and the name of "
+        "CONFIG"
     )
-    offpolicy.add_argument("--runs", metavar="DIR", type=Path, help=common)
+    for study in (offpolicy, figure8):
+        study.add_argument("--lanes", metavar="N", type=int, default=1, help=lanes)
+    offpolicy.add_argument("--runs", metavar="DIR", type=Path, help=common.format("offpolicy"))
+    figure8.add_argument("--runs", metavar="DIR", type=Path, help=common.format("figure8"))
     offpolicy.add_argument(
         "--picture", metavar="FILE", help="draw score against divergence: .svg or .png"
     )
@@ -238,6 +242,19 @@ def _offpolicy(arguments: argparse.Namespace) -> None:
     )
 
 
+def _figure8(arguments: argparse.Namespace) -> None:
+    from figure8 import run
+
+    run(
+        arguments.config,
+        arguments.overrides,
+        arguments.runs or Path("runs/figure8", Path(arguments.config).stem),
+        seeds=arguments.seeds,
+        lanes=arguments.lanes,
+        as_json=arguments.json,
+    )
+
+
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -250,6 +267,7 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "mutations": _mutations,
     "peer": _peer,
     "offpolicy": _offpolicy,
+    "figure8": _figure8,
 }
 
 

@@ -7,10 +7,10 @@ the same warm start. Each run's result is kept in result.json in its folder, and
 removed. The same command continues an interrupted study: it keeps complete runs, continues
 interrupted ones, and repeats failed ones.
 
-The settings vary what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary. All runs of a part
-have the same number of samples and of optimizer steps. A run with N mini-batches samples N of them
-at once from one version of the weights. Then it makes N optimizer steps, so the weights of its last
-step are N - 1 updates newer than its data (section 3.1 there).
+The settings vary what Noukhovitch et al. (arXiv:2410.18252) vary. All runs of a part have the same
+number of samples and of optimizer steps. A run with N mini-batches samples N of them at once from
+one version of the weights. Then it makes N optimizer steps, so the weights of its last step are
+N - 1 updates newer than its data (section 3.1 there).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -84,7 +84,7 @@ LOSSES: Mapping[str, Sequence[str]] = {  # settings of each besides its name
 # (online_dpo has its own, best_of_n none).
 _PENALTY = ("algorithm.kl_coef=0.05", "algorithm.kl=reward")
 PENALTIES: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("ppo", "rloo", "proximal_rloo", "aipo", "reinforce"), _PENALTY),
+    **dict.fromkeys(("ppo", "rloo", "proximal_rloo", "aipo"), _PENALTY),
     "copg": ("algorithm.beta=0.05",),
 }
 USUAL = "medium"  # size of policies and reward models
@@ -184,14 +184,6 @@ def _samples(seed: int) -> list[Cell]:
     ]
 
 
-def _lags(seed: int) -> list[Cell]:
-    return [
-        Cell(name, capacity=lag, seed=seed)
-        for name in ("aipo", "reinforce")
-        for lag in (1, 2, 4, 8, 16)
-    ]
-
-
 def _asynchrony(seed: int) -> list[Cell]:
     return [
         Cell("online_dpo", capacity=capacity, policy=size, seed=seed)
@@ -202,7 +194,6 @@ def _asynchrony(seed: int) -> list[Cell]:
 
 PARTS = {
     "losses": _losses,
-    "lags": _lags,
     "policies": _policies,
     "epochs": _epochs,
     "samples": _samples,
@@ -256,6 +247,30 @@ def judge_of(config: RunConfig) -> Callable[[str, Prompt], float]:
         return score_of(function(**dict(zip(parameters, arguments_of(request, parameters))))).reward
 
     return judge
+
+
+def held_out_of(config: RunConfig) -> HeldOut:
+    """All held-out prompts of data.eval, with their demonstrations.
+
+    Raises ConfigError if no rule scores them.
+    """
+    from megarl.data.datasets import load_rows
+    from megarl.data.prompts import held_out_sets
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.plan.resolve import find_spec
+
+    judge = judge_of(config)
+    evaluated = config.data.eval
+    assert evaluated is not None  # judge_of has checked it
+    config = replace(config, eval=replace(config.eval, limit=None))  # the limit is for the runs
+    tokenizer = load_tokenizer(config.model)
+    prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
+    rows = load_rows(evaluated, "data.eval", config.seed, "none", config.model)
+    demonstrations = []
+    for place in range(len(prompts)):
+        answer = rows[place].demonstration
+        demonstrations.append(answer if isinstance(answer, str) else answer[-1])
+    return HeldOut(prompts, demonstrations, tokenizer, judge)
 
 
 @torch.no_grad()
@@ -528,12 +543,6 @@ RENDER: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "losses": lambda results: _grid(
         "Losses by mini-batches:", results, lambda result: result["algorithm"], _minibatches
     ),
-    "lags": lambda results: _grid(
-        "With and without correction:",
-        results,
-        lambda result: result["algorithm"],
-        lambda result: f"lag {result['capacity']}",
-    ),
     "policies": lambda results: _grid(
         "Sizes of policies, online_dpo:", results, lambda result: result["policy"], _minibatches
     ),
@@ -633,7 +642,7 @@ class Study:
         for cell in (*cells, *judges):
             size = SIZES[cell.policy]
             if size is not None:
-                _write_model(Path(settings.model.path), self.runs / "models" / cell.policy, size)
+                write_model(Path(settings.model.path), self.runs / "models" / cell.policy, size)
             load_config(self.config, self.of_run(cell))
         for cell in {(cell.policy, cell.seed): cell for cell in (*cells, *judges)}.values():
             run_megarl(
@@ -689,22 +698,7 @@ class Study:
         return _read(path)
 
     def _found(self, cell: Cell, config: RunConfig) -> dict[str, Any]:
-        from megarl.data.datasets import load_rows
-        from megarl.data.prompts import held_out_sets
-        from megarl.data.tokenizer import load_tokenizer
-        from megarl.plan.resolve import find_spec
-
-        tokenizer = load_tokenizer(config.model)
-        prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
-        assert config.data.eval is not None  # judge_of has checked it
-        rows = load_rows(config.data.eval, "data.eval", config.seed, "none", config.model)
-        shown = [rows[place].demonstration for place in range(len(prompts))]
-        held_out = HeldOut(
-            prompts,
-            [answer if isinstance(answer, str) else answer[-1] for answer in shown],
-            tokenizer,
-            judge_of(config),
-        )
+        held_out = held_out_of(config)
         settings: dict[str, Any] = {
             "initial": self.initial(cell),
             "reward_model": self.reward_model(cell) if self.learned else None,
@@ -812,7 +806,7 @@ def _read(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:
+def write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in shipped.iterdir():
         if file.name != "config.json" and file.is_file():

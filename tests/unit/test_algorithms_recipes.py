@@ -13,7 +13,7 @@ import torch
 import yaml
 from losses import F64, gradient, packed_loss_of
 
-from megarl.algorithms.recipes import problems
+from megarl.algorithms.recipes import ignores_age, problems
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.algorithms import ALGORITHMS, PUBLISHED
 from megarl.config.errors import ConfigError
@@ -241,3 +241,36 @@ def test_masked_entropy_has_no_gradient() -> None:
     assert not loss_gradient[5:].any()
     assert not make_algorithm(AlgorithmConfig(entropy_coefficient=0.5)).skip_zero
     assert math.isclose(out.loss.item(), -0.5 * batch.entropy[:5].sum().item())
+
+
+MEASURED = ("aipo", "reinforce", "rloo", "grpo", "gspo", "icepop", "proximal_rloo", "ppo")
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        (name, ratio)
+        for name in MEASURED
+        for ratio in ALGORITHMS[name].ratios
+        if ratio != "decoupled"
+    ],
+)
+def test_losses_that_ignore_the_age_of_tokens_are_known(name: str, ratio: str):
+    """The gradient tells: of tokens with pi/mu of 0.05, 1 and 20, good ones and bad ones."""
+    gradients = []
+    for advantage in (-1.0, 1.0):
+        for mu in (-2.0, -5.0, -8.0):
+            logprobs = torch.tensor([-5.0], dtype=F64, requires_grad=True)
+            output = packed_loss_of(
+                [1],
+                logprobs,
+                torch.tensor([mu], dtype=F64),
+                torch.tensor([advantage], dtype=F64),
+                torch.tensor([True]),
+                proximal=logprobs.detach(),
+                name=name,
+                ratio=ratio,
+            )
+            gradients.append(abs(gradient(output.loss, logprobs).item()))
+    is_ignored = max(gradients) == pytest.approx(min(gradients))
+    assert ignores_age(AlgorithmConfig(name=name, ratio=ratio)) == is_ignored

@@ -14,13 +14,16 @@ import pytest
 import torch
 from meters_reference import meters
 
+from megarl.config.schema import AlgorithmConfig
 from megarl.observe.agreement import (
     AGES,
     DIFFERENCE,
+    ESS_LIMIT,
     HISTOGRAM_EDGES,
     LIMIT,
     advisories,
     describe_agreement,
+    least_ess,
 )
 from megarl.observe.metrics import MetricsWriter, Row
 from megarl.observe.tracking import send
@@ -166,6 +169,7 @@ def rows(
         {
             "agreement/tokens": tokens,
             "agreement/ess": ess,
+            "staleness/mean": 0.0,
             f"agreement/{key}/tokens": tokens,
             f"agreement/{key}/abs_diff_mean": difference,
         }
@@ -227,6 +231,28 @@ def test_difference_over_the_limit_and_small_ess_are_advised() -> None:
     assert describe_agreement(rows(math.nan))
     assert describe_agreement(rows(math.inf))
     assert describe_agreement(rows(*(2e-3 * NOISE[:9]), ess=0.2)) == ""
-    assert "the effective sample size is 20% (median" in describe_agreement(
+    assert "the effective sample size is 20%" in describe_agreement(
         rows(*(2e-3 * NOISE[:10]), ess=0.2)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "ess", "warned"),
+    [
+        ("reinforce", 0.95, False),
+        ("reinforce", 0.85, True),
+        ("aipo", 0.85, False),
+        ("aipo", 0.65, True),
+        ("grpo", 0.65, True),
+    ],
+)
+def test_old_samples_are_advised_by_the_rule_of_the_loss(name: str, ess: float, warned: bool):
+    limit = least_ess(AlgorithmConfig(name=name))
+    steps = [row | {ESS_LIMIT: limit, "staleness/mean": 7.4} for row in rows(*[2e-3] * 12, ess=ess)]
+    advised = [bool(describe_agreement(steps[: end + 1])) for end in range(len(steps))]
+    assert advised == [False] * 9 + [warned] * 3
+    if warned:
+        text = describe_agreement(steps)
+        assert f"the effective sample size is {ess:.0%}" in text
+        assert "samples 7.4 updates old" in text
+        assert ("a loss that corrects for pi/mu" in text) == (name == "reinforce")
