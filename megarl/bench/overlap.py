@@ -8,8 +8,8 @@ by the time of that code, which is short compared with the phases.
     ideal        seconds of a step if trainer and generator overlapped perfectly: the longer of the
                  two phases at full use. The generator's phase is the time to decode the trained
                  tokens with every slot busy; neither phase includes the update
-    co-located   both phases have the hardware of both sides, one after the other, and so take half as
-                 long; its ideal is that of the two sides beside each other
+    co-located   both phases have the hardware of both sides, one after the other, and so take half
+                 as long; its ideal is that of the two sides beside each other
     efficiency   ideal / achieved. The paper on asynchronous RLHF (Noukhovitch et al. 2024,
                  arXiv:2410.18252) reached about 0.85
 
@@ -238,6 +238,11 @@ SETTINGS = {
 }
 
 
+def sides_of(setting: str) -> int:
+    """The number of sides whose hardware a phase has."""
+    return 2 if setting == COLOCATED else 1
+
+
 @dataclass(frozen=True)
 class OverlapResult:
     """One cell's result; seconds are means per step."""
@@ -313,7 +318,7 @@ def grid(step_s: float, steps: int, folder: str) -> Iterator[tuple[tuple[str, fl
             generate_s = min(step_s, step_s / ratio)
             for setting, async_ in SETTINGS.items():
                 name = f"{lengths} lengths, ratio {ratio:g}, {setting}"
-                sides = 2 if setting == COLOCATED else 1  # whose hardware a phase has
+                sides = sides_of(setting)
                 cell = Cell(
                     name=name,
                     train_s=train_s / sides,
@@ -335,9 +340,8 @@ def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> 
         return statistics.fmean(row[f"time/{name}"] for row in counted)
 
     tokens = statistics.fmean(sum(row["lengths"]) for row in counted)
-    sides = 2 if setting == COLOCATED else 1
     decode_s = tokens * cell.token_s / (cell.engines * cell.slots)
-    ideal_s = sides * max(cell.train_s, decode_s)
+    ideal_s = sides_of(setting) * max(cell.train_s, decode_s)
     step_s = mean("step_s")
     weights_wait_s = mean("weights_wait_s")
     samples = cell.prompts_per_step * cell.n

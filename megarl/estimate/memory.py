@@ -218,7 +218,7 @@ def trainer_elements(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> lis
 
 def held_elements(elements: WeightElements, trainer: TrainerConfig) -> float:
     """The elements of a model's weights that one rank keeps."""
-    return _shared(elements, trainer) if trainer.zero == 3 else elements.total
+    return shared_elements(elements, trainer) if trainer.zero == 3 else elements.total
 
 
 def gathered_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, stage: int) -> float:
@@ -647,24 +647,24 @@ def optimizer_bytes(elements: WeightElements, trainer: TrainerConfig, dtype: str
         return 0.0
     if not trainer.zero:
         return OPTIMIZER_BYTES[dtype] * elements.total
-    return OPTIMIZER_BYTES[dtype] * _shared(elements, trainer)
+    return OPTIMIZER_BYTES[dtype] * shared_elements(elements, trainer)
 
 
 def offloaded_bytes(trained: Iterable[WeightElements], trainer: TrainerConfig) -> float:
     """Bytes of host memory of the largest rank's optimizer, if it is there."""
     if not trainer.optimizer.offload:
         return 0.0
-    return max(OFFLOADED_BYTES * _shared(elements, trainer) for elements in trained)
+    return max(OFFLOADED_BYTES * shared_elements(elements, trainer) for elements in trained)
 
 
 def saving_bytes(trained: Iterable[WeightElements], trainer: TrainerConfig) -> float:
     """The largest part of a checkpoint (fp32 master weights and both moments) that one rank copies
     to host memory and writes.
     """
-    return max(SAVED_BYTES * _shared(elements, trainer) for elements in trained)
+    return max(SAVED_BYTES * shared_elements(elements, trainer) for elements in trained)
 
 
-def _shared(elements: WeightElements, trainer: TrainerConfig) -> float:
+def shared_elements(elements: WeightElements, trainer: TrainerConfig) -> float:
     """Elements of one rank, if ranks with the same elements divide these among themselves."""
     expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
     return elements.dense / (trainer.dp * trainer.cp) + elements.expert / expert_dp

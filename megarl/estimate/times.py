@@ -18,6 +18,7 @@ from megarl.estimate.memory import (
     kv_bytes_read,
     kv_tokens,
     largest_stage,
+    shared_elements,
     stage_layers,
     state_bytes,
     trained_elements,
@@ -217,7 +218,7 @@ class TrainModel:
         fullest_stage = max(trained, key=lambda stage: stage.total)
         optimizer_elements = fullest_stage.total
         if t.zero:
-            optimizer_elements /= t.dp * t.cp
+            optimizer_elements = shared_elements(fullest_stage, t)
         # Adam's reads and writes, bytes
         update_s = 30 * optimizer_elements / self._hbm
         if t.optimizer.offload:

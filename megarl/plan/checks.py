@@ -813,14 +813,6 @@ def check_eval_command(config: RunConfig) -> Iterable[str]:
         yield "data.eval=null: megarl eval needs a held-out set: set data.eval.source"
 
 
-WHOLE_CHECKS: tuple[ConfigCheck, ...] = (
-    check_groups,
-    check_deterministic,
-    check_lora_groups,
-    check_resume,
-)  # of all groups of engines together
-
-
 def check_simulation(config: RunConfig) -> Iterable[str]:
     """Settings of the simulation that its other settings leave unread."""
     simulation = config.plan.simulation
@@ -837,6 +829,12 @@ def check_simulation(config: RunConfig) -> Iterable[str]:
         )
 
 
+WHOLE_CHECKS: tuple[ConfigCheck, ...] = (
+    check_groups,
+    check_deterministic,
+    check_lora_groups,
+    check_resume,
+)  # of all groups of engines together
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_simulation,
     check_groups,

@@ -64,9 +64,10 @@ def to_json(
 ) -> dict[str, Any]:
     """The summary numbers of a map and its relays. Proves the map first.
 
-    `build_s`: time for planning and proof. `predicted_s`: see `update_s`. `delta_predicted_s`: by bytes, for an update that carries only the changes in a share `changed`
-    of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes
-    of the trainer's stages allow. `messages`: see `schedule.messages`.
+    `build_s`: time for planning and proof. `predicted_s`: see `update_s`. `delta_predicted_s`: by
+    bytes, for an update that carries only the changes in a share `changed` of the elements
+    (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes of the
+    trainer's stages allow. `messages`: see `schedule.messages`.
 
     Raises ProofError if the map does not write every destination byte exactly once.
     """

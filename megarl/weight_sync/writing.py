@@ -567,11 +567,13 @@ def send_changes(
 
 def content_of(copy: Copy) -> tuple:
     """A key that is equal only for copies of the same values."""
+    rule = copy.quantisation.rule.name if copy.quantisation else None
     return (
         copy.source_tensor,
         copy.source_box,
         copy.transform,
         copy.dtype,
+        rule,
         copy.destination_box.shape,
     )
 

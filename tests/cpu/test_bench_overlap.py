@@ -16,7 +16,6 @@ from channel_samples import render as render_costs
 
 from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine, EmulatedLengths
 from megarl.bench.overlap import (
-    COLOCATED,
     ENGINES,
     SETTINGS,
     WARM_UP,
@@ -25,6 +24,7 @@ from megarl.bench.overlap import (
     render,
     result,
     run_cells,
+    sides_of,
 )
 from megarl.bench.overlap_cell import Cell
 from megarl.generator.completions import ABORT, Completion, Sampling
@@ -51,7 +51,7 @@ def ran(tmp_path_factory) -> dict[str, tuple[Cell, list[dict]]]:
             replace(async_, chunk_tokens=async_.chunk_tokens and 8),
             STEPS,
             str(folder / str(index)),
-            ENGINES * (2 if name == COLOCATED else 1),
+            ENGINES * sides_of(name),
         )
         for index, (name, async_) in enumerate(SETTINGS.items())
     ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 import torch
 
@@ -91,6 +92,33 @@ def test_boxes_arrive_in_place_over_several_updates():
         assert sent.bytes == sum(copy_of_batch.bytes for copy_of_batch in copies)
         assert torch.equal(receiver.wide, wide) and torch.equal(receiver.thin, thin)
         assert torch.equal(receiver.landing.view(40, 10), sources["y"][:, :10].bfloat16())
+    transport.close()
+
+
+def test_engines_that_get_equal_values_share_their_staged_copy():
+    """Also after an update that ended before its fence, and whose source has changed since."""
+    receivers = [Receiver(), Receiver()]
+    endpoints = [
+        msgspec.structs.replace(receiver.endpoint, rank=rank)
+        for rank, receiver in enumerate(receivers)
+    ]
+    transport = mooncake.MooncakeTransport(0, 20)
+    transport.connect(endpoints)
+    box = Box((0, 0), (40, 30))
+    # a view with strides of its source, so it has to be staged
+    to_thin = copy("y", box, "thin", box, "identity", "bfloat16")
+    copies = [msgspec.structs.replace(to_thin, destination_rank=rank) for rank in (0, 1)]
+    sources = {"y": torch.randn(40, 60).bfloat16()}
+    shapes = shapes_of(endpoints)
+    send(transport, copies, sources, shapes, audit=False)
+    transport.write(copies[0], sources["y"][:, :30])
+    assert transport._filled == box.numel * 2
+    transport.write(copies[1], sources["y"][:, :30])
+    assert transport._filled == box.numel * 2
+    sources["y"] += 1
+    send(transport, copies, sources, shapes, audit=False)
+    for receiver in receivers:
+        assert torch.equal(receiver.thin, sources["y"][:, :30])
     transport.close()
 
 

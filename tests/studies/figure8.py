@@ -38,8 +38,8 @@ from megarl.plan.resolve import resolve
 
 HEAD_SIZE = 64  # so that rows of an fp8 block are whole
 UPDATES = 64
-LAST = 10  # a reward is the mean of so many steps
-FALL = 0.1  # a run has fallen if its reward ends so far below its best
+LAST = 10  # steps over which a reward is averaged
+FALL = 0.1  # a run has fallen if its reward ends further below its best
 # Settings of all runs: the rules have the same advantages and the same mean.
 COMMON = (
     f"max_steps={UPDATES}",
@@ -69,7 +69,7 @@ class Cell:
     """One run."""
 
     engine: str
-    lag: int  # updates between sampling and training, once there are so many
+    lag: int  # updates between sampling and training; fewer in the first steps
     rate: float  # of the config's learning rate
     rule: str
     seed: int

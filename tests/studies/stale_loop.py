@@ -1,4 +1,4 @@
-"""A training loop in one process, in which samples are exactly so many updates old.
+"""A training loop in one process, in which all samples have a fixed age in updates.
 
 The trainer, its losses and meters are MegaRL's. Transformers samples, from weights of an earlier
 step that have been rounded as an engine's would be. No scheduler decides anything, so runs that

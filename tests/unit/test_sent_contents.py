@@ -1,11 +1,12 @@
-"""What several engines get of one sender is computed, hashed and staged once; what differs is not
-taken for equal.
+"""What several engines get of one sender is computed and hashed once; what differs is not taken for
+equal.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 import torch
 
@@ -13,16 +14,14 @@ from megarl.base.geometry import Box
 from megarl.config.load import load_config
 from megarl.config.schema import WeightsConfig
 from megarl.kernels.audit import hash_slice
-from megarl.kernels.quantise_rules import BLOCK
+from megarl.kernels.quantise_rules import BLOCK, CHANNEL
 from megarl.plan.resolve import find_spec
 from megarl.plan.topologies import engines_layout, trainer_topology
 from megarl.reshard.execute import Payloads, payload
 from megarl.reshard.layout import trainer_layout
 from megarl.reshard.map import Copy, Quantisation, ReshardMap
 from megarl.weight_sync import writing
-from megarl.weight_sync.transports import mooncake
-from megarl.weight_sync.transports.base import Endpoint, RemoteTensor
-from megarl.weight_sync.writing import Deltas, send
+from megarl.weight_sync.writing import Deltas, content_of, send
 
 BOX = Box((0, 0), (128, 256))
 SHAPES = {rank: {"w": BOX.shape} for rank in range(4)}
@@ -104,45 +103,14 @@ def test_deltas_share_equal_contents_alone():
         assert torch.equal(old, expected.view(torch.uint8).flatten())
 
 
-class InstantEngine:
-    """Stands in for Mooncake's engine: keeps the runs, and all writes are complete at once."""
-
-    def __init__(self) -> None:
-        self.runs: list[tuple[str, int, int, int]] = []
-
-    def batch_register_memory(self, addresses: object, sizes: object) -> int:
-        return 0
-
-    def transfer_submit_write(self, *run: object) -> int:
-        self.runs.append(run)
-        return 1
-
-    def transfer_check_status(self, write: int) -> int:
-        return 1
-
-
-def test_mooncake_stages_equal_values_once_per_flush(monkeypatch):
-    engine = InstantEngine()
-    monkeypatch.setattr(mooncake, "open_engine", lambda host, protocol: engine)
-    tensor = RemoteTensor("w", BOX.shape, "float8_e4m3fn", (256, 1))
-    transport = mooncake.MooncakeTransport(0, timeout_s=20)
-    transport.connect(
-        [
-            Endpoint(rank, "mooncake", f"tcp://127.0.0.1:{rank + 1}/0", 0, [tensor])
-            for rank in range(4)
-        ]
-    )
-    source = weights(seed=0)
-    for _ in range(2):
-        engine.runs.clear()
-        send(transport, COPIES, {"x": source}, SHAPES, audit=False)
-        sources = {peer: source for peer, source, _, _ in engine.runs}
-        by_rows = [
-            {sources[f"127.0.0.1:{rank + 1}"] for rank in ranks} for ranks in ((0, 2), (1, 3))
-        ]
-        assert len(engine.runs) == 4 and [len(addresses) for addresses in by_rows] == [1, 1]
-        assert by_rows[0] != by_rows[1]
-    transport.close()
+def test_precisions_are_different_contents():
+    """Their codes have one dtype and one shape."""
+    copy = copy_to(0)
+    by_channel = msgspec.structs.replace(copy.quantisation, rule=CHANNEL)
+    other = msgspec.structs.replace(copy, quantisation=by_channel)
+    assert content_of(copy) != content_of(other)
+    to_another_rank = msgspec.structs.replace(copy, destination_rank=9)
+    assert content_of(copy) == content_of(to_another_rank)
 
 
 @pytest.mark.parametrize("config", ["405b_aipo", "glm_4.6_aipo", "70b_aipo"])

@@ -291,6 +291,7 @@ class MooncakeTransport(Transport):
                 self._engine, [(address, storages[address].nbytes()) for address in new_addresses]
             )
         self._sources = storages
+        self._empty_half()  # an interrupted update may have left writes
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         rank = copy.destination_rank
@@ -389,12 +390,15 @@ class MooncakeTransport(Transport):
             torch.cuda.current_stream().synchronize()
         self._jobs.put((self._half, self._runs))
         self._half = 1 - self._half
+        self._empty_half()
+        if not self._free[self._half].acquire(timeout=self._timeout_s):
+            raise self._late()
+
+    def _empty_half(self) -> None:
         self._filled = 0
         self._noted = 0
         self._runs = {}
         self._staged_values = {}
-        if not self._free[self._half].acquire(timeout=self._timeout_s):
-            raise self._late()
 
     def _send_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
