@@ -434,6 +434,7 @@ _SCORING_KEYS = (
 # With data.bad_rows=drop, these settings also decide which rows are left out, and so the order of
 # the others.
 _ROOM_KEYS = (
+    "data.max_prompt_tokens",
     "rollout.max_tokens",
     "generator.kv_cache_tokens",
     "generator.groups.NAME.kv_cache_tokens",

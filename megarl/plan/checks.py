@@ -827,6 +827,13 @@ def check_simulation(config: RunConfig) -> Iterable[str]:
             f"plan.simulation.tool_s={simulation.tool_s:g}: has no effect with "
             "plan.simulation.turns=1, which has no tool calls"
         )
+    for name in ("restart_s", "engine_restart_s"):
+        value = getattr(simulation, name)
+        if value != getattr(assumed, name) and simulation.gpu_mtbf_h is None:
+            yield (
+                f"plan.simulation.{name}={value:g}: has no effect with "
+                "plan.simulation.gpu_mtbf_h=null, with which nothing fails"
+            )
 
 
 WHOLE_CHECKS: tuple[ConfigCheck, ...] = (

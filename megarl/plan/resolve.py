@@ -192,13 +192,16 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
 
 def with_routing_replay(config: RunConfig, spec: ModelSpec, command: str | None) -> RunConfig:
     """The config with trainer.routing_replay decided where it is null: true where experts,
-    asynchrony and engines that return their choices meet.
+    asynchrony and engines that return their choices meet. False for megarl sft, which may get the
+    decided config of the run after it: demonstrations come without choices.
     """
-    if config.trainer.routing_replay is not None:
-        return config
-    trains = command in ("train", "dry-run", "plan", None) and bool(spec.experts)
-    returned = config.generator.speculative.algorithm != NGRAM
-    replays = trains and returned and config.async_.capacity != 0
+    replays = config.trainer.routing_replay
+    if command == "sft" and spec.experts:
+        replays = False
+    elif replays is None:
+        trains = command in ("train", "dry-run", "plan", None) and bool(spec.experts)
+        returned = config.generator.speculative.algorithm != NGRAM
+        replays = trains and returned and config.async_.capacity != 0
     return replace(config, trainer=replace(config.trainer, routing_replay=replays))
 
 

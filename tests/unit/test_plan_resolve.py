@@ -488,6 +488,8 @@ MOE = "configs/qwen3_30b_a3b_aipo.yaml"
         (MOE, ["trainer.routing_replay=false"], "plan", False),
         (MOE, ["async.capacity=0", "trainer.routing_replay=true"], "plan", True),
         (MOE, [], "export", False),
+        (MOE, ["trainer.routing_replay=true"], "sft", False),
+        ("configs/8b_aipo.yaml", ["trainer.routing_replay=true"], "sft", True),
         ("configs/8b_aipo.yaml", [], "plan", False),
     ],
 )

@@ -176,6 +176,12 @@ class TestResume:
         (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
         (tmp_path / "run/config.yaml").write_text(dump_config(run_config))
 
+    def test_limits_of_prompts_that_drop_rows_are_fixed(self, tmp_path: Path) -> None:
+        self.begin(tmp_path, "data.bad_rows=drop", "data.max_prompt_tokens=512")
+        longer = "data.max_prompt_tokens=600"
+        (problem,) = problems_of(tmp_path, "data.bad_rows=drop", longer, command="train")
+        assert problem.startswith(f"{longer}: the run in run_dir={tmp_path}/run began with 512")
+
     def test_settings_that_may_not_change_on_resume_are_refused(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
         run = tmp_path / "run"

@@ -717,6 +717,8 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
         ),
         ([*CONFIG, "plan.simulation.sigma=0.5"], "sigma=0.5: has no effect with"),
         ([*CONFIG, "plan.simulation.tool_s=2"], "tool_s=2: has no effect with"),
+        ([*CONFIG, "plan.simulation.restart_s=9"], "simulation.restart_s=9: has no effect with"),
+        ([*CONFIG, "plan.simulation.engine_restart_s=9"], "engine_restart_s=9: has no effect with"),
         ([*CONFIG, "--from", "runs/none"], "runs/none/config.yaml"),
         ([*CONFIG, "plan.simulation.lengths=none.jsonl"], "none.jsonl"),
         ([*CONFIG, "trainer.tp=1", "cluster.gpu=L40S"], "too large"),
