@@ -242,7 +242,7 @@ def describe_agreement(rows: Sequence[Row]) -> str:
     sizes = [row for row in rows if row.get("agreement/tokens", 0) >= FEWEST_TOKENS][-RECENT:]
     if len(sizes) < RECENT:
         return ""
-    size = _median(sizes, "agreement/ess")
+    size = _median(sizes, "agreement/ess", worst=0.0)
     limit = sizes[-1].get(ESS_LIMIT, LEAST_ESS)
     if size >= limit:
         return ""
@@ -263,9 +263,9 @@ def least_ess(config: AlgorithmConfig) -> float:
     return LEAST_ESS_UNCORRECTED if ignores_age(config) else LEAST_ESS
 
 
-def _median(rows: Sequence[Row], key: str) -> float:
-    """The median; infinite if most values are not finite."""
-    return median(row[key] if math.isfinite(row[key]) else math.inf for row in rows)
+def _median(rows: Sequence[Row], key: str, worst: float = math.inf) -> float:
+    """The median. A value that is not finite counts as `worst`."""
+    return median(row[key] if math.isfinite(row[key]) else worst for row in rows)
 
 
 FAILED_SHARE = 0.1  # share of failed episodes or scores above which failures are no accident

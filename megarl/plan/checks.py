@@ -827,6 +827,16 @@ def check_simulation(config: RunConfig) -> Iterable[str]:
             f"plan.simulation.tool_s={simulation.tool_s:g}: has no effect with "
             "plan.simulation.turns=1, which has no tool calls"
         )
+    if simulation.correlation != assumed.correlation and config.rollout.n == 1:
+        yield (
+            f"plan.simulation.correlation={simulation.correlation:g}: has no effect with "
+            "rollout.n=1, which makes one response to a prompt"
+        )
+    if simulation.checkpoint_s is not None and not config.checkpoint.every:
+        yield (
+            f"plan.simulation.checkpoint_s={simulation.checkpoint_s:g}: has no effect with "
+            "checkpoint.every=0, which writes none between steps"
+        )
     for name in ("restart_s", "engine_restart_s"):
         value = getattr(simulation, name)
         if value != getattr(assumed, name) and simulation.gpu_mtbf_h is None:

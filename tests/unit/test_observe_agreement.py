@@ -244,6 +244,7 @@ def test_difference_over_the_limit_and_small_ess_are_advised() -> None:
         ("aipo", 0.85, False),
         ("aipo", 0.65, True),
         ("grpo", 0.65, True),
+        ("aipo", math.nan, True),
     ],
 )
 def test_old_samples_are_advised_by_the_rule_of_the_loss(name: str, ess: float, warned: bool):
@@ -253,6 +254,6 @@ def test_old_samples_are_advised_by_the_rule_of_the_loss(name: str, ess: float, 
     assert advised == [False] * 9 + [warned] * 3
     if warned:
         text = describe_agreement(steps)
-        assert f"the effective sample size is {ess:.0%}" in text
+        assert f"the effective sample size is {0 if math.isnan(ess) else ess:.0%}" in text
         assert "samples 7.4 updates old" in text
         assert ("a loss that corrects for pi/mu" in text) == (name == "reinforce")

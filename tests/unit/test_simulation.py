@@ -717,6 +717,14 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
         ),
         ([*CONFIG, "plan.simulation.sigma=0.5"], "sigma=0.5: has no effect with"),
         ([*CONFIG, "plan.simulation.tool_s=2"], "tool_s=2: has no effect with"),
+        (
+            [*CONFIG, "plan.simulation.correlation=0", "rollout.n=1"],
+            "correlation=0: has no effect with rollout.n=1",
+        ),
+        (
+            [*CONFIG, "plan.simulation.checkpoint_s=9", "checkpoint.every=0"],
+            "checkpoint_s=9: has no effect with checkpoint.every=0",
+        ),
         ([*CONFIG, "plan.simulation.restart_s=9"], "simulation.restart_s=9: has no effect with"),
         ([*CONFIG, "plan.simulation.engine_restart_s=9"], "engine_restart_s=9: has no effect with"),
         ([*CONFIG, "--from", "runs/none"], "runs/none/config.yaml"),
