@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from megarl.config.algorithms import CRITIC
+
 _SMALLEST_STD = 1e-6
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 """(advantages [G, n], log_ratio [G, n], beta) -> losses [G] of the prompts, with log_ratio = log
@@ -92,7 +94,7 @@ def nothing(rewards: Tensor) -> Tensor:
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "best": best,
     "best_and_worst": best_and_worst,
-    "gae": undivided,
+    CRITIC: undivided,
     "none": nothing,
 }  # for algorithms that train on chosen samples only
 

@@ -1,4 +1,4 @@
-"""The critic of PPO: its model, its loss, and the optimizer steps of critic and policy."""
+"""The critic: its model, its loss, and the optimizer steps of critic and policy."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from megarl.trainer.step import MegatronTrainer
 
 if TYPE_CHECKING:
     from megarl.trainer.step import StepResult
+
+_HIGHEST_LOG_RATIO = 20.0  # so that no ratio is infinite; bounds are far below it
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,15 @@ class ActorCriticSteps(BatchSteps):
         write. The reward of a response is given to its last token. A KL penalty in the reward is
         given to each token.
         """
-        assert self.algorithm.gae is not None
+        gae = self.algorithm.gae
+        assert gae is not None
         policy_tokens = {}
         for place, sequence in sequences.items():
             if isinstance(sequence, TrainSequence) and sequence.loss_mask.any():
                 policy_tokens[place] = np.flatnonzero(sequence.loss_mask)
         token_rewards = []
         token_values = []
+        ratios = []
         for place, tokens in policy_tokens.items():
             row = np.zeros(len(tokens))
             row[-1] = rewards[place]
@@ -111,14 +115,24 @@ class ActorCriticSteps(BatchSteps):
                 row -= self.algorithm.penalties(policy, reference).numpy()
             token_rewards.append(row)
             token_values.append(values[place][tokens].astype(np.float64))
-        estimates = self.algorithm.gae.advantages(token_rewards, token_values)
+            if gae.truncation is not None:
+                ratios.append(self._ratios(place, sequences, frozen)[tokens])
+        estimates = gae.estimates(token_rewards, token_values, ratios or None)
         advantages = {}
         returns = {}
-        for (place, tokens), row in zip(policy_tokens.items(), estimates, strict=True):
+        for (place, tokens), estimate in zip(policy_tokens.items(), estimates, strict=True):
             advantages[place] = np.zeros(len(sequences[place]))
-            advantages[place][tokens] = row
-            returns[place] = (advantages[place] + values[place]).astype(np.float32)
+            advantages[place][tokens] = estimate.advantages
+            returns[place] = values[place].astype(np.float32)
+            returns[place][tokens] = estimate.returns
         return advantages, returns
+
+    def _ratios(self, place: int, sequences: Sequences, frozen: FrozenScores) -> np.ndarray:
+        """[L] pi/mu of each token, where pi is the policy that the batch began with."""
+        sequence = sequences[place]
+        assert isinstance(sequence, TrainSequence) and frozen.proximal is not None
+        log_ratio = frozen.proximal[place].astype(np.float64) - sequence.mu_logprobs
+        return np.exp(np.minimum(log_ratio, _HIGHEST_LOG_RATIO))
 
     def _whitened(
         self,

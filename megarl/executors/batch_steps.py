@@ -128,9 +128,12 @@ class BatchSteps:
             reference = None
         # With one optimizer step, the proximal policy is the current policy, whose log-probs the
         # loss has.
+        gae = self.algorithm.gae
         needs_proximal = (
-            self.algorithm.needs_proximal and len(cut) > 1
-        ) or self.algorithm.penalizes_rewards
+            (self.algorithm.needs_proximal and len(cut) > 1)
+            or self.algorithm.penalizes_rewards
+            or (gae is not None and gae.truncation is not None)
+        )
         proximal = self._scores("policy", sequences, cut) if needs_proximal else None
         if self.teachers:
             teacher_scores = self.teachers.of_batch(

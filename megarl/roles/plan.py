@@ -178,7 +178,7 @@ def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -
 
 def _check_critic(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
     if not recipes.has_critic(config.algorithm):
-        yield f"{key}: {config.algorithm.name} has no critic; algorithm.name=ppo has one"
+        yield f"{key}: {recipes.no_critic(config.algorithm)}"
 
 
 def _check_reward_model(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
