@@ -51,8 +51,13 @@ class ActorCriticSteps(BatchSteps):
         frozen = self._frozen(sequences, cut)
         values = self._by_places(self.critic.token_values, sequences, cut)
         rewards = self.rewards(batch)
-        advantages, returns = self._estimates(sequences, values, rewards.flatten().tolist(), frozen)
-        advantages, value_metrics = self._whitened(cut, sequences, advantages, returns, values)
+        ratios = self._ratios(sequences, frozen)
+        advantages, returns = self._estimates(
+            sequences, values, rewards.flatten().tolist(), frozen, ratios
+        )
+        advantages, value_metrics = self._whitened(
+            cut, sequences, advantages, returns, values, ratios
+        )
         weighted = {}
         for place, sequence in sequences.items():
             weighted[place] = _with_advantages(sequence, advantages.get(place))
@@ -89,7 +94,12 @@ class ActorCriticSteps(BatchSteps):
         return result
 
     def _estimates(
-        self, sequences: Sequences, values: Scores, rewards: list[float], frozen: FrozenScores
+        self,
+        sequences: Sequences,
+        values: Scores,
+        rewards: list[float],
+        frozen: FrozenScores,
+        ratios: Scores,
     ) -> tuple[Mapping[int, np.ndarray], Scores]:
         """Advantages and returns of the sequences whose tokens this rank has, keyed by their places
         in the batch. Each is as long as its sequence, and 0 on tokens that the policy did not
@@ -104,7 +114,7 @@ class ActorCriticSteps(BatchSteps):
                 policy_tokens[place] = np.flatnonzero(sequence.loss_mask)
         token_rewards = []
         token_values = []
-        ratios = []
+        token_ratios = []
         for place, tokens in policy_tokens.items():
             row = np.zeros(len(tokens))
             row[-1] = rewards[place]
@@ -116,8 +126,8 @@ class ActorCriticSteps(BatchSteps):
             token_rewards.append(row)
             token_values.append(values[place][tokens].astype(np.float64))
             if gae.truncation is not None:
-                ratios.append(self._ratios(place, sequences, frozen)[tokens])
-        estimates = gae.estimates(token_rewards, token_values, ratios or None)
+                token_ratios.append(ratios[place][tokens])
+        estimates = gae.estimates(token_rewards, token_values, token_ratios)
         advantages = {}
         returns = {}
         for (place, tokens), estimate in zip(policy_tokens.items(), estimates, strict=True):
@@ -127,12 +137,19 @@ class ActorCriticSteps(BatchSteps):
             returns[place][tokens] = estimate.returns
         return advantages, returns
 
-    def _ratios(self, place: int, sequences: Sequences, frozen: FrozenScores) -> np.ndarray:
-        """[L] pi/mu of each token, where pi is the policy that the batch began with."""
-        sequence = sequences[place]
-        assert isinstance(sequence, TrainSequence) and frozen.proximal is not None
-        log_ratio = frozen.proximal[place].astype(np.float64) - sequence.mu_logprobs
-        return np.exp(np.minimum(log_ratio, _HIGHEST_LOG_RATIO))
+    def _ratios(self, sequences: Sequences, frozen: FrozenScores) -> Scores:
+        """pi/mu of each token of this rank's sequences, where pi is the policy that the batch began
+        with; empty without V-trace.
+        """
+        ratios = {}
+        if self.algorithm.gae is None or self.algorithm.gae.truncation is None:
+            return ratios
+        assert frozen.proximal is not None
+        for place, sequence in sequences.items():
+            if isinstance(sequence, TrainSequence):
+                log_ratio = frozen.proximal[place].astype(np.float64) - sequence.mu_logprobs
+                ratios[place] = np.exp(np.minimum(log_ratio, _HIGHEST_LOG_RATIO))
+        return ratios
 
     def _whitened(
         self,
@@ -141,6 +158,7 @@ class ActorCriticSteps(BatchSteps):
         advantages: Mapping[int, np.ndarray],
         returns: Scores,
         values: Scores,
+        ratios: Scores,
     ) -> tuple[Mapping[int, np.ndarray], dict[str, float]]:
         """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants
         that. Also metrics of the values before the steps.
@@ -148,6 +166,9 @@ class ActorCriticSteps(BatchSteps):
         token_advantages: list[np.ndarray] = []
         token_returns: list[np.ndarray] = []
         errors: list[np.ndarray] = []
+        clipped: list[np.ndarray] = []
+        gae = self.algorithm.gae
+        assert gae is not None
         # over all data-parallel ranks, every place occurs once
         for minibatch in cut[: self.config.trainer.minibatches]:
             shares = self.trainer.shares([sequences[place] for place in minibatch.places])
@@ -160,12 +181,19 @@ class ActorCriticSteps(BatchSteps):
                     token_returns.append(returns[place][mask].astype(np.float64))
                     error = returns[place] - values[place]
                     errors.append(error[mask].astype(np.float64))
+                    if gae.truncation is not None:
+                        clipped.append(1.0 * (ratios[place][mask] > gae.truncation.rho_bar))
         sums = self.trainer.summed(
-            [*Moments.of(token_advantages), *Moments.of(token_returns), *Moments.of(errors)]
+            [
+                *Moments.of(token_advantages),
+                *Moments.of(token_returns),
+                *Moments.of(errors),
+                *Moments.of(clipped),
+            ]
         )
         advantage_moments = Moments(sums[:3])
         return_moments = Moments(sums[3:6])
-        error_moments = Moments(sums[6:])
+        error_moments = Moments(sums[6:9])
         metrics = {
             "returns": return_moments.mean,
             "value/mean": return_moments.mean - error_moments.mean,
@@ -176,8 +204,9 @@ class ActorCriticSteps(BatchSteps):
         metrics["advantage/mean"] = advantage_moments.mean
         if advantage_moments.count:
             metrics["advantage/std"] = math.sqrt(advantage_moments.variance)
-        assert self.algorithm.gae is not None
-        if self.algorithm.gae.whiten:
+        if gae.truncation is not None:
+            metrics["value/rho_clipped_fraction"] = Moments(sums[9:]).mean
+        if gae.whiten:
             advantages = {
                 place: advantage_moments.whitened(row) for place, row in advantages.items()
             }

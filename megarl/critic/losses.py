@@ -57,7 +57,7 @@ class Gae:
         self,
         rewards: Sequence[np.ndarray],
         values: Sequence[np.ndarray],
-        ratios: Sequence[np.ndarray] | None = None,
+        ratios: Sequence[np.ndarray] = (),
     ) -> list[Estimate]:
         """For each response, from its tokens' rewards [T], values [T] and, with `truncation`,
         ratios [T].
@@ -67,7 +67,6 @@ class Gae:
         value = _padded(values)
         rho = c = np.ones_like(reward)
         if self.truncation is not None:
-            assert ratios is not None
             ratio = _padded(ratios)
             rho = np.minimum(ratio, self.truncation.rho_bar)
             c = np.minimum(ratio, self.truncation.c_bar)

@@ -56,8 +56,8 @@ SETTINGS = {  # name: overrides, (gamma, lambda, whiten, value_clip, warm-up)
     (1.0, 1.0, False, None, 0)),
     "aged": (
         ["algorithm.name=aipo", "algorithm.advantage=critic", "algorithm.critic_targets=vtrace",
-         f"algorithm.rho_bar={RHO_BAR}", "algorithm.gae_lambda=0.9"],
-        (1.0, 0.9, True, 0.2, 0),
+         f"algorithm.rho_bar={RHO_BAR}", "algorithm.gae_lambda=0.9", "critic.value_clip=null"],
+        (1.0, 0.9, True, None, 0),
     ),
 }  # fmt: skip
 # a reward model of another shape; the policy's own checkpoint with a new head
@@ -140,13 +140,13 @@ def plain_loop(
                 ratio = (prox[p] - mu[p]).exp()
                 weight = ratio.clamp(max=RHO_BAR)
                 trace = lam * ratio.clamp(max=1.0)
-                for t in range(length):
-                    for k in range(t, length):
-                        more = trace[t:k].prod() * weight[k] * delta[k]
-                        returns[p][t] += more if k > t else more - advantages[p][t]
-                for t in range(length):
-                    ahead = returns[p][t + 1] - old[p][t + 1] if t + 1 < length else 0.0
-                    advantages[p][t] = delta[t] + lam * ahead
+                errors = [
+                    sum(trace[t:k].prod() * weight[k] * delta[k] for k in range(t, length))
+                    for t in range(length)
+                ]
+                returns[p] = old[p] + torch.stack(errors)
+                later = [*errors[1:], 0.0]
+                advantages[p] = torch.stack([delta[t] + lam * later[t] for t in range(length)])
         every, targets, were = (
             torch.cat([rows[p] for p in numbers]) for rows in (advantages, returns, old)
         )
