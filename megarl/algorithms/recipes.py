@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megarl.config.algorithms import ALGORITHMS, CRITIC, CUSTOM_RULE, VTRACE, Recipe
+from megarl.config.algorithms import (
+    ALGORITHMS,
+    CRITIC,
+    CUSTOM_RULE,
+    OUTCOME,
+    PROCESS,
+    RETURNS,
+    VTRACE,
+    Recipe,
+)
 from megarl.config.schema import AlgorithmConfig, published
 
 BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
@@ -135,6 +144,7 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
         cap = f"algorithm.behavior_cap={config.behavior_cap or BEHAVIOR_CAP}"
         yield f"algorithm.behavior_floor={config.behavior_floor}: must be below {cap}"
     yield from _critic_problems(config)
+    yield from _credit_problems(config, recipe)
     yield from _tokens_problems(config, recipe)
     if recipe.rho_min is not None and recipe.rho is not None and recipe.rho_min >= recipe.rho:
         yield f"algorithm.rho_min={recipe.rho_min}: must be below algorithm.rho={recipe.rho}"
@@ -161,6 +171,26 @@ def _critic_problems(config: AlgorithmConfig) -> Iterator[str]:
     c_bar = 1.0 if config.c_bar is None else config.c_bar
     if c_bar > rho_bar:
         yield f"algorithm.c_bar={c_bar:g}: must be at most algorithm.rho_bar={rho_bar:g}"
+
+
+def _credit_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
+    by_turn = f"algorithm.credit={config.credit}: must be {OUTCOME}"
+    if config.turn_gamma is not None and (config.credit != RETURNS or has_critic(config)):
+        yield (
+            f"algorithm.turn_gamma={config.turn_gamma:g}: must be null: only "
+            f"algorithm.credit={RETURNS} has it, without a critic"
+        )
+    if config.credit == OUTCOME:
+        return
+    if "advantage" in recipe.fixed and not has_critic(config):
+        yield f"{by_turn} with {config.name}, which has no advantages of turns"
+    elif config.credit == PROCESS and has_critic(config):
+        yield (
+            f"{by_turn} or {RETURNS} with algorithm.advantage={CRITIC}: a critic's advantages are "
+            "not compared"
+        )
+    elif config.kl_coef and config.kl == "reward" and not has_critic(config):
+        yield f"{by_turn} with algorithm.kl=reward, which takes a penalty off the whole response"
 
 
 def _tokens_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:

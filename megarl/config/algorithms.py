@@ -15,6 +15,9 @@ from typing import Any
 NO_DUAL_CLIP = 1e9
 CRITIC = "critic"  # the value of algorithm.advantage with which a critic is trained
 VTRACE = "vtrace"
+OUTCOME = "outcome"
+RETURNS = "returns"
+PROCESS = "process"
 
 
 @dataclass(frozen=True)

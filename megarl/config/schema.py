@@ -14,7 +14,15 @@ from omegaconf import MISSING
 
 from megarl.base.geometry import GeneratorTopology
 from megarl.base.kept_sets import MOST_KEPT
-from megarl.config.algorithms import ALGORITHMS, CRITIC, PUBLISHED, VTRACE
+from megarl.config.algorithms import (
+    ALGORITHMS,
+    CRITIC,
+    OUTCOME,
+    PROCESS,
+    PUBLISHED,
+    RETURNS,
+    VTRACE,
+)
 from megarl.config.limits import (
     IMPORT_PATH,
     INPUT,
@@ -442,6 +450,19 @@ class AlgorithmConfig:
         " the mean of the prompt's other samples; critic: of each token, from the values of a "
         "critic (section critic); null: the algorithm's own",
         one_of("mean", "normalized", "batch_normalized", "leave_one_out", CRITIC),
+    )
+    credit: str = setting(
+        OUTCOME,
+        "which rewards a token answers for. outcome: the response's reward alone; returns: those "
+        "of its turn and of all later turns, compared with the same turn of the prompt's other "
+        "samples; process: the same sum, but of rewards that are first compared with those of all "
+        "turns of the prompt (docs/algorithms.md)",
+        one_of(OUTCOME, RETURNS, PROCESS),
+    )
+    turn_gamma: float | None = setting(
+        None,
+        "with credit=returns and no critic, discount of later turns' rewards, per turn; null: 1",
+        between(0, 1),
     )
     loss_mean: str | None = setting(
         None,

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.algorithms.batches import MiniBatch
-from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence
+from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence, TurnReward
+from megarl.config.algorithms import OUTCOME
 from megarl.critic.losses import Moments
 from megarl.critic.plan import critic_path
 from megarl.executors.batch_steps import BatchSteps, FrozenScores, Scores, scores_at
 from megarl.plan.resolve import RunPlan
+from megarl.rewards.credit import trained_turns
 from megarl.teachers.trainer import Sequences
 from megarl.trainer.step import MegatronTrainer
 
@@ -51,10 +53,9 @@ class ActorCriticSteps(BatchSteps):
         frozen = self._frozen(sequences, cut)
         values = self._by_places(self.critic.token_values, sequences, cut)
         rewards = self.rewards(batch)
+        earned = self._earned(batch, rewards.flatten().tolist())
         ratios = self._ratios(sequences, frozen)
-        advantages, returns = self._estimates(
-            sequences, values, rewards.flatten().tolist(), frozen, ratios
-        )
+        advantages, returns = self._estimates(sequences, values, earned, frozen, ratios)
         advantages, value_metrics = self._whitened(
             cut, sequences, advantages, returns, values, ratios
         )
@@ -97,13 +98,13 @@ class ActorCriticSteps(BatchSteps):
         self,
         sequences: Sequences,
         values: Scores,
-        rewards: list[float],
+        earned: list[list[TurnReward]],
         frozen: FrozenScores,
         ratios: Scores,
     ) -> tuple[Mapping[int, np.ndarray], Scores]:
         """Advantages and returns of the sequences whose tokens this rank has, keyed by their places
         in the batch. Each is as long as its sequence, and 0 on tokens that the policy did not
-        write. The reward of a response is given to its last token. A KL penalty in the reward is
+        write. What a turn has earned is given to its last token. A KL penalty in the reward is
         given to each token.
         """
         gae = self.algorithm.gae
@@ -117,7 +118,9 @@ class ActorCriticSteps(BatchSteps):
         token_ratios = []
         for place, tokens in policy_tokens.items():
             row = np.zeros(len(tokens))
-            row[-1] = rewards[place]
+            prompt = len(sequences[place]) - earned[place][-1].end
+            for end, reward in earned[place]:
+                row[np.searchsorted(tokens, prompt + end) - 1] += reward
             if self.algorithm.penalizes_rewards:
                 assert frozen.reference is not None and frozen.proximal is not None
                 policy = torch.from_numpy(frozen.proximal[place][tokens])
@@ -136,6 +139,18 @@ class ActorCriticSteps(BatchSteps):
             returns[place] = values[place].astype(np.float32)
             returns[place][tokens] = estimate.returns
         return advantages, returns
+
+    def _earned(self, batch: Batch, rewards: list[float]) -> list[list[TurnReward]]:
+        """What the turns of each sample have earned. The last turn ends where the sample does."""
+        config = self.config
+        if config.algorithm.credit == OUTCOME:
+            ends = [sample.tokens for sample in batch.samples]
+            return [[TurnReward(end, reward)] for end, reward in zip(ends, rewards, strict=True)]
+        earned = []
+        for group in batch.groups:
+            for sample, turns in zip(group.samples, trained_turns(group.samples, config)):
+                earned.append([*turns[:-1], TurnReward(sample.tokens, turns[-1].reward)])
+        return earned
 
     def _ratios(self, sequences: Sequences, frozen: FrozenScores) -> Scores:
         """pi/mu of each token of this rank's sequences, where pi is the policy that the batch began

@@ -120,7 +120,9 @@ def test_limits_of_lambda() -> None:
     [monte_carlo] = Gae(1.0, 1.0, False).estimates([rewards], [values])
     np.testing.assert_allclose(monte_carlo.advantages, [3.0 - 0.5, 3.0 + 1.0, 2.0 - 3.0])
     [one_step] = Gae(0.5, 0.0, False).estimates([rewards], [values])
-    np.testing.assert_allclose(one_step.advantages, [0.5 * -1.0 - 0.5, 1 + 0.5 * 3.0 + 1.0, 2.0 - 3.0])
+    np.testing.assert_allclose(
+        one_step.advantages, [0.5 * -1.0 - 0.5, 1 + 0.5 * 3.0 + 1.0, 2.0 - 3.0]
+    )
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=6), st.integers(0, 99))
