@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.agents.endpoint import ModelEndpoint
-from megarl.agents.episode import Episode, EpisodeResult, group_of
+from megarl.agents.episode import Episode, EpisodeResult, Tree, group_of
 from megarl.base.rollout_types import EPISODE, Failure, Group, Prompt
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import MAX_REWARD
@@ -179,3 +179,27 @@ def numbers(report: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, fl
     if "reward" not in values or len(values) < len(report) or not named:
         raise NoReward(otherwise)
     return Score(values.pop("reward")), values
+
+
+def reward_turns(tree: Tree, report: dict[str, Any]) -> dict[str, Any]:
+    """Takes the rewards of turns out of a player's report on an episode: turn_rewards has one
+    number for each answered call, in order, and final_reward is what the last turn earns besides,
+    by default the reward.
+
+    Returns the rest of the report. Raises NoReward.
+    """
+    rest = dict(report)
+    rewards = rest.pop("turn_rewards", None)
+    if rewards is None:
+        return rest
+    tree.final_reward = rest.pop("final_reward", None)
+    if not isinstance(rewards, list) or len(rewards) != len(tree.turns):
+        raise NoReward(
+            f"its turn_rewards must be a list of {len(tree.turns)} numbers, one for each answered "
+            f"call: {str(rewards)[:200]}"
+        )
+    for turn, reward in zip(tree.turns, rewards, strict=True):
+        if type(reward) not in (int, float) or not abs(reward) <= MAX_REWARD:
+            raise NoReward(f"its turn_rewards are not all finite numbers: {str(rewards)[:200]}")
+        tree.rewards[turn] = float(reward)
+    return rest

@@ -164,6 +164,9 @@ class Sample(Typed, frozen=True):
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i", policy_mask="b")
+        if self.turn_rewards:
+            turns = [TurnReward(*turn) for turn in self.turn_rewards]
+            msgspec.structs.force_setattr(self, "turn_rewards", turns)
 
     def summary(self) -> SampleSummary:
         """Raises: ValueError where the arrays differ in length."""

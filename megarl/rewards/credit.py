@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megarl.base.rollout_types import SampleSummary, TurnReward, episodes
+from megarl.base.rollout_types import Sample, SampleSummary, TurnReward, episodes
 from megarl.config.algorithms import OUTCOME, PROCESS
 from megarl.config.schema import AlgorithmConfig, RunConfig
 from megarl.rewards.score import trained_reward
@@ -78,17 +78,19 @@ def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
     return any(len({turn.value for turn in compared_set}) > 1 for compared_set in sets)
 
 
-def has_own_turns(sample: SampleSummary) -> bool:
+def has_own_turns(sample: Sample | SampleSummary) -> bool:
     """Whether turns have earned something else than the response's reward at its end."""
-    rewards = [turn.reward for turn in sample.turns_or_one]
-    return any(rewards[:-1]) or rewards[-1] != sample.reward
+    rewards = [turn.reward for turn in sample.turn_rewards]
+    return bool(rewards) and (any(rewards[:-1]) or rewards[-1] != sample.reward)
 
 
-def ignored(sample: SampleSummary) -> bool:
+def ignores_turns(sample: Sample | SampleSummary) -> bool:
     """Whether the sum of what turns have earned is not the reward, which alone counts with
     credit=outcome.
     """
-    earned = math.fsum(turn.reward for turn in sample.turns_or_one)
+    if not has_own_turns(sample):
+        return False
+    earned = math.fsum(turn.reward for turn in sample.turn_rewards)
     return not math.isclose(earned, sample.reward, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
 
 
@@ -105,6 +107,6 @@ def turn_metrics(samples: Sequence[SampleSummary], config: RunConfig) -> dict[st
         "reward/turns/sum": math.fsum(rewards) / len(rewarded),
     }
     if config.algorithm.credit == OUTCOME:
-        count = sum(ignored(sample) for sample in rewarded)
+        count = sum(ignores_turns(sample) for sample in rewarded)
         metrics["reward/turns/ignored_fraction"] = count / len(samples)
     return metrics

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from losses import packed_loss_of
 
 from megarl.algorithms.recipes import (

@@ -22,7 +22,14 @@ from msgspec import Meta
 
 from megarl.agents.endpoint import MODEL
 from megarl.agents.episode import Episode, EpisodeResult
-from megarl.agents.player import MOST_METRICS, NoReward, Player, check_on_crash, numbers
+from megarl.agents.player import (
+    MOST_METRICS,
+    NoReward,
+    Player,
+    check_on_crash,
+    numbers,
+    reward_turns,
+)
 from megarl.base.rollout_types import UNANSWERED, Prompt
 from megarl.config.errors import ConfigError, problems_of
 from megarl.generator.completions import Sampling
@@ -325,6 +332,7 @@ def _written(file: IO[bytes]) -> str:
 
 
 LOOK_S = 120.0
+_OF_TURNS = ("turn_rewards", "final_reward")
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -431,10 +439,12 @@ class HubRollout(Player):
             reason = self.unanswered(prompt, episode, reason)
         if not kind:
             reward = {"reward": report["reward"], **report["metrics"]}
+            turns = {name: report[name] for name in _OF_TURNS if name in report}
             form = f"finite numbers, with at most {MOST_METRICS} names"
             message = f"its reward and metrics are not all {form}: {str(reward)[:200]}"
             try:
                 score, metrics = numbers(reward, message)
+                reward_turns(episode.tree, turns)
                 return self.result_of(episode, score, metrics)
             except NoReward as error:
                 kind = "reward"
