@@ -164,6 +164,17 @@ def test_openenv_gives_its_steps_to_turns(monkeypatch: pytest.MonkeyPatch) -> No
     assert "turn_rewards" not in course.outcome("last")
 
 
+def test_verifiers_steps_have_the_rewards_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "megarl/agents/hubs")
+    verifiers = importlib.import_module("inside_verifiers")
+    steps = [{"reward": None}, {"reward": 2}, {}]
+    assert verifiers.turn_rewards_of({"trajectory": steps}) == [0.0, 2.0, 0.0]
+    assert verifiers.turn_rewards_of({"trajectory": steps[:1]}) == []
+    assert verifiers.turn_rewards_of({}) == []
+
+
 def request_of(text: str, turn_ends: list[int] | None = None) -> ScoreRequest:
     ids = TOKENIZER.encode_text(text)
     return ScoreRequest(text, "", token_ids=array("i", ids), turn_ends=turn_ends or [len(ids)])
