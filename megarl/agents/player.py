@@ -181,25 +181,19 @@ def numbers(report: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, fl
     return Score(values.pop("reward")), values
 
 
-def reward_turns(tree: Tree, report: dict[str, Any]) -> dict[str, Any]:
-    """Takes the rewards of turns out of a player's report on an episode: turn_rewards has one
-    number for each answered call, in order, and final_reward is what the last turn earns besides,
-    by default the reward.
+def reward_turns(tree: Tree, rewards: Any, final_reward: float | None = None) -> None:
+    """Gives each turn its reward: one number for each answered call, in their order.
 
-    Returns the rest of the report. Raises NoReward.
+    `final_reward`: what the last turn earns besides; None: the reward of the episode. Raises
+    NoReward.
     """
-    rest = dict(report)
-    rewards = rest.pop("turn_rewards", None)
-    if rewards is None:
-        return rest
-    tree.final_reward = rest.pop("final_reward", None)
     if not isinstance(rewards, list) or len(rewards) != len(tree.turns):
         raise NoReward(
             f"its turn_rewards must be a list of {len(tree.turns)} numbers, one for each answered "
             f"call: {str(rewards)[:200]}"
         )
-    for turn, reward in zip(tree.turns, rewards, strict=True):
+    for reward in rewards:
         if type(reward) not in (int, float) or not abs(reward) <= MAX_REWARD:
             raise NoReward(f"its turn_rewards are not all finite numbers: {str(rewards)[:200]}")
-        tree.rewards[turn] = float(reward)
-    return rest
+    tree.rewards = dict(zip(tree.turns, map(float, rewards), strict=True))
+    tree.final_reward = final_reward

@@ -319,14 +319,18 @@ def score_of_output(output: str, tree: Tree) -> tuple[Score, dict[str, float]]:
         value = json.loads(line)
     except (ValueError, RecursionError):
         value = None
-    report = reward_turns(tree, value if isinstance(value, dict) else {"reward": value})
+    report = value if isinstance(value, dict) else {"reward": value}
+    turns = report.pop("turn_rewards", None)
     form = (
         f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, "
         "digits and _"
     )
-    return numbers(
+    score, metrics = numbers(
         report, f"its last line of output is neither a reward nor {form}: {line[:200]!r}"
     )
+    if turns is not None:
+        reward_turns(tree, turns)
+    return score, metrics
 
 
 def script_of(command: list[str]) -> str:

@@ -142,8 +142,8 @@ def to_train_sequences(
     A sequence of another data-parallel rank is a RemoteSequence.
 
     Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL,
-    section 6), or for each sample those of its turns. `skip_zero` leaves out samples of zero advantage, possibly all. That keeps the
-    gradient, since they add nothing to it and denominators still count them
+    section 6), or for each sample those of its turns. `skip_zero` leaves out samples of zero
+    advantage, possibly all. That keeps the gradient, since they add nothing to it and denominators still count them
     (executors/batch_steps.py). It does not hold with a KL penalty, for example, which has a
     gradient at zero advantage: `Algorithm.skip_zero` says whether it holds. `masked`: the places of
     samples that are always left out.

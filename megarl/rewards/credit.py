@@ -28,10 +28,14 @@ def trained_turns(samples: Sequence[SampleSummary], config: RunConfig) -> list[l
     """
     turns_of_samples = []
     for branches in episodes(samples):
-        penalty = trained_reward(branches, config) - branches[0].reward
+        trained = trained_reward(branches, config)
         for sample in branches:
             *turns, (end, reward) = sample.turns_or_one
-            turns_of_samples.append([*turns, TurnReward(end, reward + penalty)])
+            if reward == sample.reward:
+                earned = trained  # exactly, since rounding would prefer one response to another
+            else:
+                earned = reward + (trained - sample.reward)
+            turns_of_samples.append([*turns, TurnReward(end, earned)])
     return turns_of_samples
 
 

@@ -184,6 +184,14 @@ def test_last_turn_bears_the_penalties() -> None:
     assert advantages_of(batch_of(group), run) == [[-1.0, -1.0], [1.0, 1.0]]
 
 
+def test_fixed_score_of_cut_responses_is_exact() -> None:
+    """0.1 + (-0.3 - 0.1) is not -0.3."""
+    run = config("returns")
+    run.reward = RewardConfig(unfinished_score=-0.3)
+    group = [sample([reward], finish_reason="length") for reward in (0.1, 0.7)]
+    assert not has_signal(batch_of(group).samples, run)
+
+
 def test_turns_without_rewards_end_where_the_environment_writes() -> None:
     response = sample([], "110110", reward=3.0)
     assert response.summary().turn_rewards == [(2, 0.0), (5, 3.0)]

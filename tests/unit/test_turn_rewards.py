@@ -84,6 +84,10 @@ def test_scores_of_steps_join_the_rewards_of_turns() -> None:
     sample = played(0.5, 0.25).sample(Score(2.0, turn_rewards=steps))
     assert sample.reward == 2.0
     assert sample.turn_rewards == [(1, 0.125), (2, 0.5), (5, 2.25)]
+    cut = played(0.5)
+    cut.add_environment(TOKENIZER.encode_text(";"))
+    scored_later = Score(2.0, turn_rewards=[TurnReward(3, 2.0)])
+    assert cut.sample(scored_later).turn_rewards == [(2, 2.5)]
 
 
 def test_ignored_rewards_of_turns_are_warned_of_once() -> None:

@@ -332,7 +332,6 @@ def _written(file: IO[bytes]) -> str:
 
 
 LOOK_S = 120.0
-_OF_TURNS = ("turn_rewards", "final_reward")
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -439,12 +438,13 @@ class HubRollout(Player):
             reason = self.unanswered(prompt, episode, reason)
         if not kind:
             reward = {"reward": report["reward"], **report["metrics"]}
-            turns = {name: report[name] for name in _OF_TURNS if name in report}
             form = f"finite numbers, with at most {MOST_METRICS} names"
             message = f"its reward and metrics are not all {form}: {str(reward)[:200]}"
             try:
                 score, metrics = numbers(reward, message)
-                reward_turns(episode.tree, turns)
+                if "turn_rewards" in report:
+                    turns = report["turn_rewards"]
+                    reward_turns(episode.tree, turns, report.get("final_reward"))
                 return self.result_of(episode, score, metrics)
             except NoReward as error:
                 kind = "reward"

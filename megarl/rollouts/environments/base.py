@@ -370,11 +370,13 @@ class Transcript:
         """
         if not any(self.turn_rewards) and not score.turn_rewards:
             return []
-        earned = dict.fromkeys(sorted([*self.turn_ends, *(t.end for t in score.turn_rewards)]), 0.0)
-        of_score = score.turn_rewards or [TurnReward(self.turn_ends[-1], score.reward)]
-        for end, reward in [*zip(self.turn_ends, self.turn_rewards, strict=True), *of_score]:
-            earned[end] += reward
-        return [TurnReward(end, reward) for end, reward in earned.items()]
+        last = self.turn_ends[-1]
+        earned = dict(zip(self.turn_ends, self.turn_rewards, strict=True))
+        for end, reward in score.turn_rewards or [TurnReward(last, score.reward)]:
+            # the environment may have written after the last turn
+            end = min(end, last)
+            earned[end] = earned.get(end, 0.0) + reward
+        return [TurnReward(end, earned[end]) for end in sorted(earned)]
 
     def _append(
         self,
