@@ -125,7 +125,7 @@ def turn_advantages(
     rows = algorithm.advantages_of_sets([[turn.value for turn in turns] for turns in sets])
     for compared_set, row in zip(sets, rows, strict=True):
         for turn, advantage in zip(compared_set, row, strict=True):
-            advantages[turn.sample][turn.index] = advantage
+            advantages[turn.sample][turn.number] = advantage
     if config.algorithm.credit == PROCESS:
         advantages = [returns(row, gamma=1.0) for row in advantages]
     return advantages

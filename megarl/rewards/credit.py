@@ -18,7 +18,7 @@ class Turn(NamedTuple):
     """A turn that is learned, and the value that it is compared by."""
 
     sample: int  # its place among the samples of the prompt
-    index: int  # its place among the turns of the sample
+    number: int  # its place among the turns of the sample
     value: float
 
 
@@ -42,8 +42,8 @@ def trained_turns(samples: Sequence[SampleSummary], config: RunConfig) -> list[l
 def compared_turns(samples: Sequence[SampleSummary], config: RunConfig) -> list[list[Turn]]:
     """The sets of a prompt's turns that are compared with each other, each in the samples' order.
 
-    With credit=returns, the turns with the same index, by their returns: the sum over the turn and
-    all later ones j of turn_gamma^(j - index) times their rewards. With credit=process, all turns,
+    With credit=returns, the turns with the same number k, by their returns: the sum over the turn
+    and all later ones j of turn_gamma^(j - k) times their rewards. With credit=process, all turns,
     by their rewards. A turn that several branches share counts once, in the first of them.
     """
     credit = config.algorithm.credit
@@ -52,9 +52,9 @@ def compared_turns(samples: Sequence[SampleSummary], config: RunConfig) -> list[
         values = [turn.reward for turn in turns]
         if credit != PROCESS:
             values = returns(values, turn_gamma(config.algorithm))
-        for index in range(samples[place].shared_turns, len(turns)):
-            compared_set = sets.setdefault(0 if credit == PROCESS else index, [])
-            compared_set.append(Turn(place, index, values[index]))
+        for number in range(samples[place].shared_turns, len(turns)):
+            compared_set = sets.setdefault(0 if credit == PROCESS else number, [])
+            compared_set.append(Turn(place, number, values[number]))
     return list(sets.values())
 
 

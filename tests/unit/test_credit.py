@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.batches import to_train_sequences, turn_advantages
@@ -135,10 +136,7 @@ def test_branches_keep_their_own_rewards() -> None:
     """The second branch shares a turn, which is learned and compared in the first alone."""
     first = sample([1.0, 2.0], "11011", reward=9.0)
     second = sample([], "00011", reward=9.0, branch=1)
-    second = Sample(
-        **{name: getattr(second, name) for name in Sample.__struct_fields__}
-        | {"turn_rewards": [TurnReward(2, 1.0), TurnReward(5, 6.0)]}
-    )
+    second = replace(second, turn_rewards=[TurnReward(2, 1.0), TurnReward(5, 6.0)])
     other = sample([0.0, 1.0])
     batch = batch_of([first, second, other])
     assert [s.shared_turns for s in batch.samples] == [0, 1, 0]
@@ -226,8 +224,7 @@ def test_metrics_tell_rewards_that_are_ignored() -> None:
 ])  # fmt: skip
 def test_malformed_rewards_of_turns_are_refused(turns: list[Any], problem: str) -> None:
     response = sample([], "11011", reward=1.0)
-    fields = {name: getattr(response, name) for name in Sample.__struct_fields__}
-    malformed = Sample(**fields | {"turn_rewards": turns})
+    malformed = replace(response, turn_rewards=turns)
     problems = sample_problems([malformed], n=1, max_tokens=9, vocab_size=99)
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=problem):

@@ -103,10 +103,10 @@ def test_vtrace_targets_are_the_sum_of_the_paper(
 
 def test_vtrace_on_policy_is_gae_bit_for_bit() -> None:
     random = np.random.default_rng(0)
-    rewards, values = [random.normal(size=(3, 7)) for _ in range(2)]
+    rewards, values = [list(random.normal(size=(3, 7))) for _ in range(2)]
     of_gae = Gae(0.97, 0.9, whiten=False).estimates(rewards, values)
     vtrace = Gae(0.97, 0.9, whiten=False, truncation=Truncation(1.0, 1.0))
-    of_vtrace = vtrace.estimates(rewards, values, np.ones((3, 7)))
+    of_vtrace = vtrace.estimates(rewards, values, list(np.ones((3, 7))))
     for expected, estimate in zip(of_gae, of_vtrace, strict=True):
         np.testing.assert_array_equal(estimate.advantages, expected.advantages)
         np.testing.assert_array_equal(estimate.returns, expected.returns)
