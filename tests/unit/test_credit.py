@@ -153,6 +153,14 @@ def test_branches_keep_their_own_rewards() -> None:
     assert in_process[1][1] == pytest.approx(6.0 - mean)
 
 
+def test_steps_of_one_turn_meet_at_their_tokens() -> None:
+    steps = replace(sample([], "1111"), turn_rewards=[TurnReward(1, 1.0), TurnReward(4, 0.0)])
+    batch = batch_of([steps, sample([0.0])])
+    run = config("process")
+    sequences = to_train_sequences(batch, advantages_of(batch, run), skip_zero=True)
+    assert sequences[0].advantages[2:].tolist() == pytest.approx([1 / 3, -1 / 3, -1 / 3, -1 / 3])
+
+
 def test_only_samples_without_any_advantage_are_left_out() -> None:
     run = config("returns")
     batch = batch_of([sample([1.0, 0.0]), sample([0.0, 1.0])], [sample([1.0]), sample([1.0])])
