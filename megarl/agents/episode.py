@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from megarl.base.kept_sets import KeptSets, join_kept_sets
-from megarl.base.rollout_types import UNANSWERED, Group, Prompt, Sample
+from megarl.base.rollout_types import UNANSWERED, Group, Prompt, Sample, TurnReward
 from megarl.data.chat import ChatTemplate, Message, StandIns, name_of
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import MOST_STRINGS, Completion, Sampling, cut
@@ -78,6 +78,9 @@ class Tree:
     """
 
     turns: list[Turn] = field(default_factory=list)  # in the order in which they finished
+    rewards: dict[Turn, float] = field(default_factory=dict)  # of turns that have one of their own
+    # what last turns earn besides; None: the episode's reward
+    final_reward: float | None = None
 
     def add(self, parent: Turn | None, context: Sequence[int], completion: Completion) -> Turn:
         if parent is not None and parent not in self.turns:
@@ -119,6 +122,10 @@ class Tree:
                     "failures": score.failures,
                 }
             fields = {"reward": score.reward, "branch": branch, **first}
+            final_reward = score.reward if self.final_reward is None else self.final_reward
+            rewards = [self.rewards.get(turn, 0.0) for turn in path]
+            rewards[-1] += final_reward
+            fields["turn_rewards"] = rewards
             samples.append(_sample(path, learned, prompt_tokens, decode, fields))
             learned |= set(map(id, path))
         return samples
@@ -191,6 +198,7 @@ def _sample(
     routing = b""
     text = ""
     spans = []
+    turn_ends = []
     for turn in path:
         is_new = id(turn) not in learned
         context = turn.context[prompt_tokens:] if turn.parent is None else turn.context
@@ -211,7 +219,11 @@ def _sample(
         # Each completion has the experts of all positions so far. Tokens of earlier turns keep the
         # experts they were sampled with.
         routing += completion.routing[len(routing) :]
+        turn_ends.append(len(ids))
     finish_reason = path[-1].completion.finish_reason
+    rewards = fields.pop("turn_rewards")
+    if len(path) > 1 or rewards[-1] != fields["reward"]:
+        fields["turn_rewards"] = list(map(TurnReward, turn_ends, rewards))
     return Sample(
         ids,
         logprobs,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.agents.endpoint import ModelEndpoint
-from megarl.agents.episode import Episode, EpisodeResult, group_of
+from megarl.agents.episode import Episode, EpisodeResult, Tree, group_of
 from megarl.base.rollout_types import EPISODE, Failure, Group, Prompt
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import MAX_REWARD
@@ -179,3 +179,21 @@ def numbers(report: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, fl
     if "reward" not in values or len(values) < len(report) or not named:
         raise NoReward(otherwise)
     return Score(values.pop("reward")), values
+
+
+def reward_turns(tree: Tree, rewards: Any, final_reward: float | None = None) -> None:
+    """Gives each turn its reward: one number for each answered call, in their order.
+
+    `final_reward`: what the last turn earns besides; None: the reward of the episode. Raises
+    NoReward.
+    """
+    if not isinstance(rewards, list) or len(rewards) != len(tree.turns):
+        raise NoReward(
+            f"its turn_rewards must be a list of {len(tree.turns)} numbers, one for each answered "
+            f"call: {str(rewards)[:200]}"
+        )
+    for reward in rewards:
+        if type(reward) not in (int, float) or not abs(reward) <= MAX_REWARD:
+            raise NoReward(f"its turn_rewards are not all finite numbers: {str(rewards)[:200]}")
+    tree.rewards = dict(zip(tree.turns, map(float, rewards), strict=True))
+    tree.final_reward = final_reward

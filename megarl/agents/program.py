@@ -17,8 +17,15 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from megarl.agents.endpoint import MODEL
-from megarl.agents.episode import Episode, EpisodeResult
-from megarl.agents.player import MOST_METRICS, NoReward, Player, check_on_crash, numbers
+from megarl.agents.episode import Episode, EpisodeResult, Tree
+from megarl.agents.player import (
+    MOST_METRICS,
+    NoReward,
+    Player,
+    check_on_crash,
+    numbers,
+    reward_turns,
+)
 from megarl.base.rollout_types import UNANSWERED, Prompt
 from megarl.config.errors import ConfigError, RunError, problems_of
 from megarl.data.chat import load_chat_template
@@ -282,7 +289,7 @@ class Program(Player):
         index: int,
     ) -> tuple[Score, dict[str, float]]:
         if self._reward == PROGRAM:
-            return score_of_output(ended.output)
+            return score_of_output(ended.output, episode.tree)
         last = episode.tree.turns[-1]
         request = ScoreRequest(
             response=ended.output.strip() if self._reward == OUTPUT else episode.last_content,
@@ -301,8 +308,9 @@ class Program(Player):
         return await context.score(request), {}
 
 
-def score_of_output(output: str) -> tuple[Score, dict[str, float]]:
-    """The reward in the last line of output, and the other numbers there as metrics.
+def score_of_output(output: str, tree: Tree) -> tuple[Score, dict[str, float]]:
+    """The reward in the last line of output, and the other numbers there as metrics. Rewards of
+    turns there go to `tree`.
 
     Raises NoReward.
     """
@@ -312,13 +320,17 @@ def score_of_output(output: str) -> tuple[Score, dict[str, float]]:
     except (ValueError, RecursionError):
         value = None
     report = value if isinstance(value, dict) else {"reward": value}
+    turns = report.pop("turn_rewards", None)
     form = (
         f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, "
         "digits and _"
     )
-    return numbers(
+    score, metrics = numbers(
         report, f"its last line of output is neither a reward nor {form}: {line[:200]!r}"
     )
+    if turns is not None:
+        reward_turns(tree, turns)
+    return score, metrics
 
 
 def script_of(command: list[str]) -> str:

@@ -4,13 +4,15 @@ prompt at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
+
+from megarl.config.algorithms import CRITIC
 
 _SMALLEST_STD = 1e-6
 Loss = Callable[[Tensor, Tensor, float], Tensor]
@@ -76,6 +78,30 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def advantages_of_sets(
+    baseline: Callable[[Tensor], Tensor], sets: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """`baseline` on each of several sets of rewards, which may differ in size.
+
+    A set of one reward has the advantage 0, since there is nothing to compare it with.
+    """
+    # over the batch, not over sets of one size
+    rule = mean_baseline if baseline is batch_normalized else baseline
+    places_by_size: dict[int, list[int]] = {}
+    for place, rewards in enumerate(sets):
+        places_by_size.setdefault(len(rewards), []).append(place)
+    rows = [torch.zeros(len(rewards), dtype=torch.float64) for rewards in sets]
+    for size, places in places_by_size.items():
+        if size > 1:
+            same_size = torch.tensor([sets[place] for place in places], dtype=torch.float64)
+            for place, row in zip(places, rule(same_size), strict=True):
+                rows[place] = row
+    if baseline is batch_normalized and rows:
+        scale = torch.cat(rows).std() + _SMALLEST_STD
+        rows = [row / scale for row in rows]
+    return [row.tolist() for row in rows]
+
+
 def undivided(rewards: Tensor) -> Tensor:
     """The rewards themselves.
 
@@ -92,7 +118,7 @@ def nothing(rewards: Tensor) -> Tensor:
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "best": best,
     "best_and_worst": best_and_worst,
-    "gae": undivided,
+    CRITIC: undivided,
     "none": nothing,
 }  # for algorithms that train on chosen samples only
 

@@ -5,6 +5,7 @@ They are pure functions on tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -117,6 +118,10 @@ class Algorithm(Protocol):
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Advantages [G, n] of n samples for each of G prompts, from their rewards [G, n]."""
+        ...
+
+    def advantages_of_sets(self, sets: Sequence[Sequence[float]]) -> list[list[float]]:
+        """As `advantages`, of sets of rewards that differ in size."""
         ...
 
     def loss(self, logprobs: Tensor, microbatch: LossInputs) -> LossOutput:

@@ -16,6 +16,7 @@ from megarl.algorithms.base import Algorithm
 from megarl.base.kept_sets import kept_metrics
 from megarl.base.rollout_types import (
     Batch,
+    GroupSummary,
     RemoteSequence,
     SampleNumbers,
     SampleSummary,
@@ -24,8 +25,10 @@ from megarl.base.rollout_types import (
     any_unanswered,
     episodes,
 )
+from megarl.config.algorithms import PROCESS
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.data.order import Mixture
+from megarl.rewards.credit import compared_turns, returns
 from megarl.rewards.score import (
     CORRECT,
     episode_metrics,
@@ -102,38 +105,83 @@ def cut_into_minibatches(
     return result
 
 
+def turn_advantages(
+    groups: Sequence[GroupSummary], algorithm: Algorithm, config: RunConfig
+) -> list[list[float]]:
+    """[samples of all groups][turns of the sample] advantages with credit by turn. Those of turns
+    that are learned in another branch are arbitrary.
+
+    With credit=process they are the sums over the turn and all later ones of what the algorithm's
+    baseline makes of their rewards (DeepSeekMath, arXiv:2402.03300, section 4.1.3).
+    """
+    sets = []
+    advantages: list[list[float]] = []
+    for group in groups:
+        for compared_set in compared_turns(group.samples, config):
+            sets.append(
+                [turn._replace(sample=len(advantages) + turn.sample) for turn in compared_set]
+            )
+        advantages += [[0.0] * len(sample.turns_or_one) for sample in group.samples]
+    rows = algorithm.advantages_of_sets([[turn.value for turn in turns] for turns in sets])
+    for compared_set, row in zip(sets, rows, strict=True):
+        for turn, advantage in zip(compared_set, row, strict=True):
+            advantages[turn.sample][turn.number] = advantage
+    if config.algorithm.credit == PROCESS:
+        advantages = [returns(row, gamma=1.0) for row in advantages]
+    return advantages
+
+
 def to_train_sequences(
-    batch: Batch, advantages: Tensor, skip_zero: bool, masked: Collection[int] = ()
+    batch: Batch,
+    advantages: Tensor | Sequence[Sequence[float]],
+    skip_zero: bool,
+    masked: Collection[int] = (),
 ) -> dict[int, TrainSequence | RemoteSequence]:
     """The sequences to train on, keyed by the place of their sample in the batch, in its order.
 
     A sequence of another data-parallel rank is a RemoteSequence.
 
     Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL,
-    section 6). `skip_zero` leaves out samples of zero advantage, possibly all. That keeps the
-    gradient, since they add nothing to it and denominators still count them
+    section 6), or for each sample those of its turns. `skip_zero` leaves out samples of zero
+    advantage, possibly all. That keeps the gradient, since they add nothing to it and denominators still count them
     (executors/batch_steps.py). It does not hold with a KL penalty, for example, which has a
     gradient at zero advantage: `Algorithm.skip_zero` says whether it holds. `masked`: the places of
     samples that are always left out.
     """
+    if isinstance(advantages, Tensor):
+        advantages = _of_samples(batch, advantages)
     lengths: list[int] = []
-    advantage_of_sample: list[float] = []
-    for group, advantages_of_group in zip(batch.groups, advantages.tolist(), strict=True):
+    for group in batch.groups:
         lengths += [group.prompt_tokens + sample.tokens for sample in group.samples]
-        for branches, advantage in zip(episodes(group.samples), advantages_of_group, strict=True):
-            advantage_of_sample += [advantage] * len(branches)
+    samples = batch.samples
     result: dict[int, TrainSequence | RemoteSequence] = {}
-    for place, advantage in enumerate(advantage_of_sample):
-        if place not in masked and (advantage != 0.0 or not skip_zero):
+    for place, row in enumerate(advantages):
+        first = samples[place].shared_turns if len(row) > 1 else 0
+        if place not in masked and (any(row[first:]) or not skip_zero):
             if place in batch.numbers:
-                result[place] = _train_sequence(batch.numbers[place], advantage)
+                ends = [turn.end for turn in samples[place].turns_or_one]
+                result[place] = _train_sequence(batch.numbers[place], row, ends)
             else:
                 result[place] = RemoteSequence(lengths[place])
     return result
 
 
-def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
-    """Masks the environment's tokens like the prompt's, since the policy has chosen neither."""
+def _of_samples(batch: Batch, advantages: Tensor) -> list[list[float]]:
+    """For each sample of the batch the advantage of its episode, from those of episodes [G, n]."""
+    rows = []
+    for group, advantages_of_group in zip(batch.groups, advantages.tolist(), strict=True):
+        for branches, advantage in zip(episodes(group.samples), advantages_of_group, strict=True):
+            rows += [[advantage]] * len(branches)
+    return rows
+
+
+def _train_sequence(
+    sample: SampleNumbers, turn_advantages: Sequence[float], ends: Sequence[int]
+) -> TrainSequence:
+    """Masks the environment's tokens like the prompt's, since the policy has chosen neither.
+
+    Turn i has the response's tokens from the end of turn i - 1 on; the last has all that are left.
+    """
     prompt = len(sample.prompt_ids)
     token_ids = np.concatenate([sample.prompt_ids, sample.token_ids])
     loss_mask = np.arange(len(token_ids)) >= prompt
@@ -142,7 +190,13 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     if sample.policy_mask is not None:
         loss_mask[prompt:] = sample.policy_mask
         mu_logprobs[~loss_mask] = 0.0
-    advantages = np.where(loss_mask, np.float32(advantage), np.float32(0.0))
+    of_turns = np.array(turn_advantages, np.float32)
+    turn_numbers = np.searchsorted(
+        ends[: len(of_turns) - 1], np.arange(len(sample.token_ids)), "right"
+    )
+    advantages = np.zeros(len(token_ids), np.float32)
+    advantages[prompt:] = of_turns[turn_numbers]
+    advantages[~loss_mask] = 0.0
     return TrainSequence(
         token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept, sample.teachers
     )

@@ -5,14 +5,14 @@ and supervised learning.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import GroupLoss
+from megarl.algorithms.advantages import GroupLoss, advantages_of_sets
 from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import Distillation
@@ -162,6 +162,9 @@ class PolicyGradient:
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return self.baseline(rewards)
+
+    def advantages_of_sets(self, sets: Sequence[Sequence[float]]) -> list[list[float]]:
+        return advantages_of_sets(self.baseline, sets)
 
     def loss(self, logprobs: Tensor, microbatch: LossInputs) -> LossOutput:
         """Loss whose gradient is -sum_t w A grad log pi, with w from `weigh` and `ratio`, plus

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megarl.config.algorithms import ALGORITHMS, CUSTOM_RULE, Recipe
+from megarl.config.algorithms import (
+    ALGORITHMS,
+    CRITIC,
+    CUSTOM_RULE,
+    OUTCOME,
+    PROCESS,
+    RETURNS,
+    VTRACE,
+    Recipe,
+)
 from megarl.config.schema import AlgorithmConfig, published
 
 BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
@@ -19,10 +28,9 @@ _KEYS = (
     "loss_mean",
     "dual_clip",
     "beta",
-    "gamma",
-    "gae_lambda",
-    "whiten",
 )
+_VTRACE_KEYS = ("rho_bar", "c_bar")
+_CRITIC_KEYS = ("gamma", "gae_lambda", "whiten", "critic_targets", *_VTRACE_KEYS)
 
 
 def recipe_of(config: AlgorithmConfig) -> Recipe:
@@ -36,7 +44,14 @@ def recipe_of(config: AlgorithmConfig) -> Recipe:
 
 
 def has_critic(config: AlgorithmConfig) -> bool:
-    return recipe_of(config).gamma is not None
+    return recipe_of(config).advantage == CRITIC
+
+
+def no_critic(config: AlgorithmConfig) -> str:
+    """Why there is no critic, for error messages."""
+    fixed = "advantage" in ALGORITHMS.get(config.name, CUSTOM_RULE).fixed
+    needed = "algorithm.name=ppo" if fixed else f"algorithm.advantage={CRITIC}"
+    return f"{config.name} has no critic; set {needed}"
 
 
 def needs_reward(config: AlgorithmConfig) -> bool:
@@ -75,6 +90,8 @@ def needs_reference(config: AlgorithmConfig) -> str | None:
 
 def needs_one_sequence(config: AlgorithmConfig) -> str | None:
     """The "key=value" that requires every episode to be one sequence; None if branches may be."""
+    if config.advantage == CRITIC:
+        return f"algorithm.advantage={CRITIC}"
     if has_critic(config) or recipe_of(config).beta is not None:
         return f"algorithm.name={config.name}"
     if config.kl_coef and config.kl == "reward":
@@ -89,7 +106,8 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     for key in _KEYS:
         value = getattr(config, key)
         defaults = ALGORITHMS.get(config.name, CUSTOM_RULE)
-        if value is not None and (getattr(defaults, key) is None or key in defaults.fixed):
+        default = getattr(defaults, key)
+        if value is not None and (default is None or (key in defaults.fixed and value != default)):
             reason = (
                 f"{config.name} has {'its own' if key in defaults.fixed else 'no such setting'}"
             )
@@ -125,11 +143,54 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     if (config.behavior_floor or 0.0) >= (config.behavior_cap or BEHAVIOR_CAP):
         cap = f"algorithm.behavior_cap={config.behavior_cap or BEHAVIOR_CAP}"
         yield f"algorithm.behavior_floor={config.behavior_floor}: must be below {cap}"
+    yield from _critic_problems(config)
+    yield from _credit_problems(config, recipe)
     yield from _tokens_problems(config, recipe)
     if recipe.rho_min is not None and recipe.rho is not None and recipe.rho_min >= recipe.rho:
         yield f"algorithm.rho_min={recipe.rho_min}: must be below algorithm.rho={recipe.rho}"
     if config.dual_clip is not None and recipe.rho is not None and config.dual_clip < recipe.rho:
         yield f"algorithm.dual_clip={config.dual_clip}: must be at least algorithm.rho={recipe.rho}"
+
+
+def _critic_problems(config: AlgorithmConfig) -> Iterator[str]:
+    for key in _CRITIC_KEYS:
+        value = getattr(config, key)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        if value is None:
+            continue
+        if not has_critic(config):
+            yield (
+                f"algorithm.{key}={shown}: must be null: only algorithm.advantage={CRITIC} has it"
+            )
+        elif key in _VTRACE_KEYS and config.critic_targets != VTRACE:
+            yield (
+                f"algorithm.{key}={shown}: must be null: only algorithm.critic_targets={VTRACE} "
+                "has it"
+            )
+    rho_bar = 1.0 if config.rho_bar is None else config.rho_bar
+    c_bar = 1.0 if config.c_bar is None else config.c_bar
+    if c_bar > rho_bar:
+        yield f"algorithm.c_bar={c_bar:g}: must be at most algorithm.rho_bar={rho_bar:g}"
+
+
+def _credit_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
+    by_turn = f"algorithm.credit={config.credit}: must be {OUTCOME}"
+    if config.turn_gamma is not None and (config.credit != RETURNS or has_critic(config)):
+        yield (
+            f"algorithm.turn_gamma={config.turn_gamma:g}: must be null: only "
+            f"algorithm.credit={RETURNS} has it, without a critic"
+        )
+    if config.credit == OUTCOME:
+        return
+    if "advantage" in recipe.fixed and not has_critic(config):
+        yield f"{by_turn} with {config.name}, which has no advantages of turns"
+    elif config.credit == PROCESS and has_critic(config):
+        yield (
+            f"{by_turn} or {RETURNS} with algorithm.advantage={CRITIC}: a critic's advantages are "
+            "not compared"
+        )
+    elif config.kl_coef and config.kl == "reward" and not has_critic(config):
+        yield f"{by_turn} with algorithm.kl=reward, which takes a penalty off the whole response"
 
 
 def _tokens_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
@@ -146,7 +207,8 @@ def _tokens_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
             f"algorithm.mask_truncated=true: must be false: {config.name} compares the "
             "responses to a prompt, all of them"
         )
-    if config.mask_truncated and config.kl_coef and config.kl == "reward" and recipe.gamma is None:
+    penalizes_rewards = config.kl_coef and config.kl == "reward"
+    if config.mask_truncated and penalizes_rewards and recipe.advantage != CRITIC:
         yield (
             "algorithm.mask_truncated=true: must be false with algorithm.kl=reward, which takes "
             "a penalty off every sample's reward"

@@ -12,12 +12,12 @@ from megarl.algorithms import advantages, losses
 from megarl.algorithms.advantages import ADVANTAGES, CHOICES, GroupLoss
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.losses import PolicyGradient, Rule, RuleInputs, Weights
-from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
-from megarl.config.algorithms import ALGORITHMS, CUSTOM_RULE, Recipe
+from megarl.algorithms.recipes import BEHAVIOR_CAP, has_critic, recipe_of
+from megarl.config.algorithms import ALGORITHMS, CUSTOM_RULE, VTRACE, Recipe
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable
 from megarl.config.schema import SAMPLED, AlgorithmConfig
-from megarl.critic.losses import Gae
+from megarl.critic.losses import Gae, Truncation
 from megarl.teachers.loss import Distillation
 
 
@@ -85,9 +85,6 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
     rule = find_rule(config.name)
     if recipe.dual_clip is not None:
         rule = partial(rule, dual_clip=recipe.dual_clip)
-    gae = None
-    if recipe.gamma is not None:
-        gae = Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten))
     distillation = None
     if teachers:
         distillation = Distillation(config.distill.coef, config.distill.over == SAMPLED, teachers)
@@ -109,7 +106,22 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
         group_loss=_group_loss(recipe),
         distillation=distillation,
         entropy_coefficient=config.entropy_coefficient,
-        gae=gae,
+        gae=_gae(config) if has_critic(config) else None,
+    )
+
+
+def _gae(config: AlgorithmConfig) -> Gae:
+    truncation = None
+    if config.critic_targets == VTRACE:
+        truncation = Truncation(
+            rho_bar=1.0 if config.rho_bar is None else config.rho_bar,
+            c_bar=1.0 if config.c_bar is None else config.c_bar,
+        )
+    return Gae(
+        gamma=1.0 if config.gamma is None else config.gamma,
+        gae_lambda=0.95 if config.gae_lambda is None else config.gae_lambda,
+        whiten=config.whiten is not False,
+        truncation=truncation,
     )
 
 

@@ -117,6 +117,13 @@ EPISODE = "rollout."  # prefix of `part` if the episode itself failed; the rollo
 UNANSWERED = "unanswered"
 
 
+class TurnReward(NamedTuple):
+    """What one turn of a response has earned, or one step of a turn."""
+
+    end: int  # of the turn: how many of the response's tokens come before its end
+    reward: float
+
+
 class Sample(Typed, frozen=True):
     """One response to a prompt, with the behaviour policy mu that produced it.
 
@@ -144,6 +151,9 @@ class Sample(Typed, frozen=True):
     routing: bytes = b""
     # parts of the reward; a step reports their means as reward/<name>/mean
     reward_parts: dict[str, float] = {}
+    # what each turn has earned, in order. The last one includes the reward that the whole response
+    # gets at its end. Empty: `reward` is earned at the end.
+    turn_rewards: list[TurnReward] = []
     # of the episode, the reward or its parts; those have substitute scores
     failures: list[Failure] = []
     # the set that each token was drawn from; None: unknown, or the whole vocabulary
@@ -154,11 +164,16 @@ class Sample(Typed, frozen=True):
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i", policy_mask="b")
+        if self.turn_rewards:
+            turns = [TurnReward(*turn) for turn in self.turn_rewards]
+            msgspec.structs.force_setattr(self, "turn_rewards", turns)
 
     def summary(self) -> SampleSummary:
         """Raises: ValueError where the arrays differ in length."""
         tokens = len(self.token_ids)
         turns = int(len(self.token_ids) > 0)
+        turn_rewards = self.turn_rewards
+        shared_turns = 0
         arrays = (
             ("versions", self.versions),
             ("policy_mask", self.policy_mask or self.versions),
@@ -171,6 +186,13 @@ class Sample(Typed, frozen=True):
             mask = view(self.policy_mask)
             runs = _runs(view(self.versions)[mask])
             turns = int(mask[0]) + int(np.count_nonzero(mask[1:] > mask[:-1]))
+            if not turn_rewards:
+                ends = (np.flatnonzero(mask[:-1] > mask[1:]) + 1).tolist()
+                if mask[-1]:
+                    ends.append(tokens)
+                turn_rewards = at_the_end(ends, self.reward)
+            first = int(mask.argmax())
+            shared_turns = sum(end <= first for end, _ in turn_rewards)
         elif self.versions[1:] == self.versions[:-1]:
             runs = [(self.versions[0], tokens)] if tokens else []
         else:
@@ -188,7 +210,17 @@ class Sample(Typed, frozen=True):
             kept=None if self.kept is None else self.kept.summary(),
             teacher_bytes=len(self.teachers),
             branch=self.branch,
+            turn_rewards=turn_rewards,
+            shared_turns=shared_turns,
         )
+
+
+def at_the_end(ends: Iterable[int], reward: float) -> list[TurnReward]:
+    """The rewards of turns with these ends, if the last one has earned everything."""
+    turns = [TurnReward(end, 0.0) for end in ends]
+    if turns:
+        turns[-1] = TurnReward(turns[-1].end, reward)
+    return turns
 
 
 class _HasFinishReason(Protocol):
@@ -252,6 +284,14 @@ class SampleSummary(msgspec.Struct, frozen=True):
     kept: KeptSummary | None = None
     teacher_bytes: int = 0
     branch: int = 0
+    # as Sample's; without rewards at turns, the last of several turns has earned everything
+    turn_rewards: list[TurnReward] = []
+    shared_turns: int = 0  # first turns that are learned in another branch
+
+    @property
+    def turns_or_one(self) -> list[TurnReward]:
+        """`turn_rewards`, with a response of one turn as that turn."""
+        return self.turn_rewards or [TurnReward(self.tokens, self.reward)]
 
     @property
     def policy_tokens(self) -> int:

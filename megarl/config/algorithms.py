@@ -13,6 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 NO_DUAL_CLIP = 1e9
+CRITIC = "critic"  # the value of algorithm.advantage with which a critic is trained
+VTRACE = "vtrace"
+OUTCOME = "outcome"
+RETURNS = "returns"
+PROCESS = "process"
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,7 @@ class Recipe:
     nowhere unless set.
 
     `group_loss`: the function of megarl.algorithms.advantages for a loss of several responses, and
-    `beta`: its weight of the KL divergence. `gamma`, `gae_lambda`, `whiten`: for a critic's
-    advantages (megarl/critic/losses.py).
+    `beta`: its weight of the KL divergence.
 
     `ratios`: the values of algorithm.ratio that make sense with it. `fixed`: the settings that
     define the algorithm, and so cannot be changed.
@@ -41,9 +45,6 @@ class Recipe:
     ratios: tuple[str, ...] = ("behavior", "proximal", "decoupled")
     group_loss: str | None = None
     beta: float | None = None
-    gamma: float | None = None
-    gae_lambda: float | None = None
-    whiten: bool | None = None
     fixed: tuple[str, ...] = ()
 
 
@@ -116,10 +117,7 @@ ALGORITHMS = {
         rho_min=0.8,
         rho=1.2,
         dual_clip=math.inf,
-        advantage="gae",
-        gamma=1.0,
-        gae_lambda=0.95,
-        whiten=True,
+        advantage=CRITIC,
         fixed=("advantage",),
     ),
     # aipo without a reward

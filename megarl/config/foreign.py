@@ -158,8 +158,8 @@ timeouts.collective_s | nccl_timeout actor_rollout_ref.nccl_timeout |
 weights.transport | weight_sync_backend vllm_sync_backend weight_broadcast.type | auto chooses
 generator.max_concurrency | max_num_seqs sglang_server_concurrency |
 - | actor_rollout_ref.rollout.mode actor_rollout_ref.rollout.name | all engines are SGLang's
-algorithm.name | algorithm.adv_estimator adv_estimator advantage_estimator | ppo for gae; others
-    have their names, or algorithm.recipe
+algorithm.name | algorithm.adv_estimator adv_estimator advantage_estimator | ppo for gae, or
+    algorithm.advantage=critic; others have their names, or algorithm.recipe
 algorithm.recipe | loss_type policy_loss.loss_mode importance_sampling_level
     sequence_level_importance_ratios | gspo, cispo, tis and others; a text
 algorithm.ratio | use_tis use_importance_sampling_correction enable_vllm_is_correction

@@ -14,7 +14,15 @@ from omegaconf import MISSING
 
 from megarl.base.geometry import GeneratorTopology
 from megarl.base.kept_sets import MOST_KEPT
-from megarl.config.algorithms import ALGORITHMS, PUBLISHED
+from megarl.config.algorithms import (
+    ALGORITHMS,
+    CRITIC,
+    OUTCOME,
+    PROCESS,
+    PUBLISHED,
+    RETURNS,
+    VTRACE,
+)
 from megarl.config.limits import (
     IMPORT_PATH,
     INPUT,
@@ -439,8 +447,22 @@ class AlgorithmConfig:
         "the standard deviation of the "
         "prompt's samples; batch_normalized: mean, divided by its standard deviation over the "
         "batch; leave_one_out: the reward minus"
-        " the mean of the prompt's other samples; null: the algorithm's own",
-        one_of("mean", "normalized", "batch_normalized", "leave_one_out"),
+        " the mean of the prompt's other samples; critic: of each token, from the values of a "
+        "critic (section critic); null: the algorithm's own",
+        one_of("mean", "normalized", "batch_normalized", "leave_one_out", CRITIC),
+    )
+    credit: str = setting(
+        OUTCOME,
+        "which rewards a token answers for. outcome: the response's reward alone; returns: those "
+        "of its turn and of all later turns, compared with the same turn of the prompt's other "
+        "samples; process: the same sum, but of rewards that are first compared with those of all "
+        "turns of the prompt (docs/algorithms.md)",
+        one_of(OUTCOME, RETURNS, PROCESS),
+    )
+    turn_gamma: float | None = setting(
+        None,
+        "with credit=returns and no critic, discount of later turns' rewards, per turn; null: 1",
+        between(0, 1),
     )
     loss_mean: str | None = setting(
         None,
@@ -450,18 +472,36 @@ class AlgorithmConfig:
         one_of("token", "sequence", "sequence_sum"),
     )
     gamma: float | None = setting(
-        None, "ppo: discount of later rewards, per token; null: 1", between(0, 1)
+        None,
+        "with advantage=critic, discount of later rewards, per token; null: 1",
+        between(0, 1),
     )
     gae_lambda: float | None = setting(
         None,
-        "ppo: lambda of generalised advantage estimation. 0: advantages use the next value alone; "
-        "1: the rewards alone; null: 0.95",
+        "with advantage=critic, lambda of generalised advantage estimation. 0: advantages use the "
+        "next value alone; 1: the rewards alone; null: 0.95",
         between(0, 1),
     )
     whiten: bool | None = setting(
         None,
-        "ppo: shift and scale the advantages of a batch to mean 0 and variance 1 over the "
-        "policy's tokens; null: true",
+        "with advantage=critic, shift and scale the advantages of a batch to mean 0 and variance 1 "
+        "over the policy's tokens; null: true",
+    )
+    critic_targets: str | None = setting(
+        None,
+        "with advantage=critic, what its values learn. gae: the advantage plus the value; vtrace: "
+        "the same, with truncated importance weights for the age of samples (docs/algorithms.md); "
+        "null: gae",
+        one_of("gae", VTRACE),
+    )
+    rho_bar: float | None = setting(
+        None, "with critic_targets=vtrace, upper bound of a token's own weight; null: 1", above(0)
+    )
+    c_bar: float | None = setting(
+        None,
+        "with critic_targets=vtrace, upper bound of the weights of earlier tokens, by which later "
+        "ones count; null: 1",
+        above(0),
     )
     kl_coef: float = setting(
         0.0,
@@ -473,7 +513,8 @@ class AlgorithmConfig:
         "loss",
         "where the divergence counts. loss: in the loss, token by token; reward: its sum over the "
         "tokens is taken off the response's"
-        " reward before advantages are computed, and with ppo it is taken off each token's reward",
+        " reward before advantages are computed, and with a critic it is taken off each token's "
+        "reward",
         one_of("loss", "reward"),
     )
     kl_estimator: str | None = setting(
@@ -561,7 +602,7 @@ class OptimizerConfig(AdamConfig):
 
 @dataclass
 class CriticConfig:
-    """For algorithm.name=ppo.
+    """For algorithm.advantage=critic, which is that of algorithm.name=ppo.
 
     The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with
     the checkpoint of the role `critic`, or with the policy's weights if there is none.

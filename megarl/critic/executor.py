@@ -1,4 +1,4 @@
-"""The critic of PPO: its model, its loss, and the optimizer steps of critic and policy."""
+"""The critic: its model, its loss, and the optimizer steps of critic and policy."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from torch import Tensor
 
 from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.algorithms.batches import MiniBatch
-from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence
+from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence, TurnReward
+from megarl.config.algorithms import OUTCOME
 from megarl.critic.losses import Moments
 from megarl.critic.plan import critic_path
 from megarl.executors.batch_steps import BatchSteps, FrozenScores, Scores, scores_at
 from megarl.plan.resolve import RunPlan
+from megarl.rewards.credit import trained_turns
 from megarl.teachers.trainer import Sequences
 from megarl.trainer.step import MegatronTrainer
 
 if TYPE_CHECKING:
     from megarl.trainer.step import StepResult
+
+_HIGHEST_LOG_RATIO = 20.0  # so that no ratio is infinite; bounds are far below it
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,12 @@ class ActorCriticSteps(BatchSteps):
         frozen = self._frozen(sequences, cut)
         values = self._by_places(self.critic.token_values, sequences, cut)
         rewards = self.rewards(batch)
-        advantages, returns = self._estimates(sequences, values, rewards.flatten().tolist(), frozen)
-        advantages, value_metrics = self._whitened(cut, sequences, advantages, returns, values)
+        earned = self._earned(batch, rewards.flatten().tolist())
+        ratios = self._ratios(sequences, frozen)
+        advantages, returns = self._estimates(sequences, values, earned, frozen, ratios)
+        advantages, value_metrics = self._whitened(
+            cut, sequences, advantages, returns, values, ratios
+        )
         weighted = {}
         for place, sequence in sequences.items():
             weighted[place] = _with_advantages(sequence, advantages.get(place))
@@ -87,23 +95,32 @@ class ActorCriticSteps(BatchSteps):
         return result
 
     def _estimates(
-        self, sequences: Sequences, values: Scores, rewards: list[float], frozen: FrozenScores
+        self,
+        sequences: Sequences,
+        values: Scores,
+        earned: list[list[TurnReward]],
+        frozen: FrozenScores,
+        ratios: Scores,
     ) -> tuple[Mapping[int, np.ndarray], Scores]:
         """Advantages and returns of the sequences whose tokens this rank has, keyed by their places
         in the batch. Each is as long as its sequence, and 0 on tokens that the policy did not
-        write. The reward of a response is given to its last token. A KL penalty in the reward is
+        write. What a turn has earned is given to its last token. A KL penalty in the reward is
         given to each token.
         """
-        assert self.algorithm.gae is not None
+        gae = self.algorithm.gae
+        assert gae is not None
         policy_tokens = {}
         for place, sequence in sequences.items():
             if isinstance(sequence, TrainSequence) and sequence.loss_mask.any():
                 policy_tokens[place] = np.flatnonzero(sequence.loss_mask)
         token_rewards = []
         token_values = []
+        token_ratios = []
         for place, tokens in policy_tokens.items():
             row = np.zeros(len(tokens))
-            row[-1] = rewards[place]
+            prompt = len(sequences[place]) - earned[place][-1].end
+            for end, reward in earned[place]:
+                row[np.searchsorted(tokens, prompt + end) - 1] += reward
             if self.algorithm.penalizes_rewards:
                 assert frozen.reference is not None and frozen.proximal is not None
                 policy = torch.from_numpy(frozen.proximal[place][tokens])
@@ -111,14 +128,43 @@ class ActorCriticSteps(BatchSteps):
                 row -= self.algorithm.penalties(policy, reference).numpy()
             token_rewards.append(row)
             token_values.append(values[place][tokens].astype(np.float64))
-        estimates = self.algorithm.gae.advantages(token_rewards, token_values)
+            if gae.truncation is not None:
+                token_ratios.append(ratios[place][tokens])
+        estimates = gae.estimates(token_rewards, token_values, token_ratios)
         advantages = {}
         returns = {}
-        for (place, tokens), row in zip(policy_tokens.items(), estimates, strict=True):
+        for (place, tokens), estimate in zip(policy_tokens.items(), estimates, strict=True):
             advantages[place] = np.zeros(len(sequences[place]))
-            advantages[place][tokens] = row
-            returns[place] = (advantages[place] + values[place]).astype(np.float32)
+            advantages[place][tokens] = estimate.advantages
+            returns[place] = values[place].astype(np.float32)
+            returns[place][tokens] = estimate.returns
         return advantages, returns
+
+    def _earned(self, batch: Batch, rewards: list[float]) -> list[list[TurnReward]]:
+        """What the turns of each sample have earned. The last turn ends where the sample does."""
+        config = self.config
+        if config.algorithm.credit == OUTCOME:
+            ends = [sample.tokens for sample in batch.samples]
+            return [[TurnReward(end, reward)] for end, reward in zip(ends, rewards, strict=True)]
+        earned = []
+        for group in batch.groups:
+            for sample, turns in zip(group.samples, trained_turns(group.samples, config)):
+                earned.append([*turns[:-1], TurnReward(sample.tokens, turns[-1].reward)])
+        return earned
+
+    def _ratios(self, sequences: Sequences, frozen: FrozenScores) -> Scores:
+        """pi/mu of each token of this rank's sequences, where pi is the policy that the batch began
+        with; empty without V-trace.
+        """
+        ratios = {}
+        if self.algorithm.gae is None or self.algorithm.gae.truncation is None:
+            return ratios
+        assert frozen.proximal is not None
+        for place, sequence in sequences.items():
+            if isinstance(sequence, TrainSequence):
+                log_ratio = frozen.proximal[place].astype(np.float64) - sequence.mu_logprobs
+                ratios[place] = np.exp(np.minimum(log_ratio, _HIGHEST_LOG_RATIO))
+        return ratios
 
     def _whitened(
         self,
@@ -127,6 +173,7 @@ class ActorCriticSteps(BatchSteps):
         advantages: Mapping[int, np.ndarray],
         returns: Scores,
         values: Scores,
+        ratios: Scores,
     ) -> tuple[Mapping[int, np.ndarray], dict[str, float]]:
         """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants
         that. Also metrics of the values before the steps.
@@ -134,6 +181,9 @@ class ActorCriticSteps(BatchSteps):
         token_advantages: list[np.ndarray] = []
         token_returns: list[np.ndarray] = []
         errors: list[np.ndarray] = []
+        clipped: list[np.ndarray] = []
+        gae = self.algorithm.gae
+        assert gae is not None
         # over all data-parallel ranks, every place occurs once
         for minibatch in cut[: self.config.trainer.minibatches]:
             shares = self.trainer.shares([sequences[place] for place in minibatch.places])
@@ -146,12 +196,19 @@ class ActorCriticSteps(BatchSteps):
                     token_returns.append(returns[place][mask].astype(np.float64))
                     error = returns[place] - values[place]
                     errors.append(error[mask].astype(np.float64))
+                    if gae.truncation is not None:
+                        clipped.append(1.0 * (ratios[place][mask] > gae.truncation.rho_bar))
         sums = self.trainer.summed(
-            [*Moments.of(token_advantages), *Moments.of(token_returns), *Moments.of(errors)]
+            [
+                *Moments.of(token_advantages),
+                *Moments.of(token_returns),
+                *Moments.of(errors),
+                *Moments.of(clipped),
+            ]
         )
         advantage_moments = Moments(sums[:3])
         return_moments = Moments(sums[3:6])
-        error_moments = Moments(sums[6:])
+        error_moments = Moments(sums[6:9])
         metrics = {
             "returns": return_moments.mean,
             "value/mean": return_moments.mean - error_moments.mean,
@@ -162,8 +219,9 @@ class ActorCriticSteps(BatchSteps):
         metrics["advantage/mean"] = advantage_moments.mean
         if advantage_moments.count:
             metrics["advantage/std"] = math.sqrt(advantage_moments.variance)
-        assert self.algorithm.gae is not None
-        if self.algorithm.gae.whiten:
+        if gae.truncation is not None:
+            metrics["value/rho_clipped_fraction"] = Moments(sums[9:]).mean
+        if gae.whiten:
             advantages = {
                 place: advantage_moments.whitened(row) for place, row in advantages.items()
             }

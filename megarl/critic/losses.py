@@ -1,14 +1,27 @@
-"""Advantages of tokens from a critic's values (PPO)."""
+"""Advantages of tokens, and targets of a critic's values, from its values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 _SMALLEST_VARIANCE = 1e-8
+
+
+class Truncation(NamedTuple):
+    """The upper bounds of V-trace's importance weights."""
+
+    rho_bar: float  # of the weight of a token's own error: sets which policy's values are learned
+    c_bar: float  # of the weight of later errors: sets the variance
+
+
+class Estimate(NamedTuple):
+    advantages: np.ndarray  # [T] float64
+    returns: np.ndarray  # [T] float64, the targets of the values
 
 
 @dataclass(frozen=True)
@@ -22,35 +35,61 @@ class Gae:
         R_t = A_t + V_t, the target of V_t
 
     V_t is the value of the text before token t. V_T = 0, since a response ends, even if it was cut.
+
+    With `truncation`, the targets are V-trace's (Espeholt et al. 2018, arXiv:1802.01561, equation
+    1; its remark 2 has lambda). The ratio k_t is pi/mu, where pi is the policy before the batch:
+
+        R_t = V_t + sum over l >= t of gamma^(l - t) (c_t ... c_(l - 1)) rho_l d_l
+        rho_l = min(rho_bar, k_l),  c_l = lambda min(c_bar, k_l)
+        A_t = d_t + gamma lambda (R_(t + 1) - V_(t + 1))
+
+    A_t is that of DeepMind's rlax, and with lambda = 1 the paper's r_t + gamma R_(t + 1) - V_t. It
+    has no factor rho_t, since the rule of the policy's loss weighs token t by its ratio. With all
+    ratios 1, both R_t and A_t are those of GAE.
     """
 
     gamma: float
     gae_lambda: float
     whiten: bool
+    truncation: Truncation | None = None
 
-    def advantages(
-        self, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """[T] float64 for each response, from its tokens' rewards [T] and values [T]."""
+    def estimates(
+        self,
+        rewards: Sequence[np.ndarray],
+        values: Sequence[np.ndarray],
+        ratios: Sequence[np.ndarray] = (),
+    ) -> list[Estimate]:
+        """For each response, from its tokens' rewards [T], values [T] and, with `truncation`,
+        ratios [T].
+        """
         lengths = list(map(len, rewards))
-        # Responses are rows, padded with zeros, so that values end in 0.
-        padded = np.zeros((2, len(lengths), max(lengths, default=0) + 1))
-        rows = zip(lengths, rewards, values, strict=True)
-        for row, (length, row_rewards, row_values) in enumerate(rows):
-            padded[0, row, :length] = row_rewards
-            padded[1, row, :length] = row_values
-        reward, value = padded
-        result = np.zeros_like(reward)
-        next_advantage = np.zeros(len(lengths))
+        reward = _padded(rewards)
+        value = _padded(values)
+        rho = c = np.ones_like(reward)
+        if self.truncation is not None:
+            ratio = _padded(ratios)
+            rho = np.minimum(ratio, self.truncation.rho_bar)
+            c = np.minimum(ratio, self.truncation.c_bar)
+        advantage = np.zeros_like(reward)
+        correction = np.zeros_like(reward)  # R - V
+        decay = self.gamma * self.gae_lambda
         for t in reversed(range(reward.shape[1] - 1)):
-            next_advantage = (
-                reward[:, t]
-                + self.gamma * value[:, t + 1]
-                - value[:, t]
-                + self.gamma * self.gae_lambda * next_advantage
-            )
-            result[:, t] = next_advantage
-        return [row[:length] for row, length in zip(result, lengths)]
+            delta = reward[:, t] + self.gamma * value[:, t + 1] - value[:, t]
+            advantage[:, t] = delta + decay * correction[:, t + 1]
+            correction[:, t] = rho[:, t] * delta + decay * c[:, t] * correction[:, t + 1]
+        results = []
+        for row, length in enumerate(lengths):
+            returns = correction[row, :length] + value[row, :length]
+            results.append(Estimate(advantage[row, :length], returns))
+        return results
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """[n, longest + 1] float64: the rows, with zeros after them, so that values end in 0."""
+    padded = np.zeros((len(rows), max(map(len, rows), default=0) + 1))
+    for place, row in enumerate(rows):
+        padded[place, : len(row)] = row
+    return padded
 
 
 class Moments:

@@ -1,4 +1,4 @@
-"""The critic of algorithm.name=ppo: finds its model, and checks that it fits the run."""
+"""The critic: finds its model, and checks that it fits the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
         problems = []
         for key, setting in settings().items():
             if key.startswith("critic.") and value_at(config, key) != setting.default:
-                reason = f"{config.algorithm.name} has no critic; algorithm.name=ppo has one"
+                reason = recipes.no_critic(config.algorithm)
                 problems.append(f"{key}={yaml_text(value_at(config, key))}: {reason}")
         if problems:
             raise ConfigError(problems)

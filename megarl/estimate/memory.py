@@ -15,6 +15,7 @@ import numpy as np
 
 from megarl.algorithms.recipes import needs_reference, recipe_of
 from megarl.base.geometry import STATES_PER_REQUEST, GeneratorTopology, TrainerTopology
+from megarl.config.algorithms import VTRACE
 from megarl.config.schema import TRAIN, GeneratorConfig, PlanConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import GIB, Gpu
 from megarl.models import ModelSpec
@@ -34,13 +35,15 @@ from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
 def scoring_passes(config: RunConfig) -> int:
     """The number of forward passes over a batch that do not train.
 
-    The reference model makes one. The policy makes one if there are several optimizer steps, or a
-    penalty in the reward. It makes one before each step if the loss is over several responses. A
+    The reference model makes one. The policy makes one if there are several optimizer steps, a
+    penalty in the reward, or a critic's targets by V-trace. It makes one before each step if the loss is over several responses. A
     critic's passes are counted with the critic.
     """
     algorithm = config.algorithm
-    proximal = algorithm.kl == "reward" or (
-        algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1
+    proximal = (
+        algorithm.kl == "reward"
+        or algorithm.critic_targets == VTRACE
+        or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
     )
     groups = config.trainer.epochs if recipe_of(algorithm).beta else 0
     return int(needs_reference(algorithm) is not None) + int(proximal) + groups

@@ -21,9 +21,11 @@ from megarl.algorithms.batches import (
     masked_places,
     minibatches,
     to_train_sequences,
+    turn_advantages,
 )
 from megarl.algorithms.recipes import needs_one_sequence
 from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence
+from megarl.config.algorithms import OUTCOME
 from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
 from megarl.teachers.trainer import BatchScores, Sequences, Teachers
@@ -128,9 +130,12 @@ class BatchSteps:
             reference = None
         # With one optimizer step, the proximal policy is the current policy, whose log-probs the
         # loss has.
+        gae = self.algorithm.gae
         needs_proximal = (
-            self.algorithm.needs_proximal and len(cut) > 1
-        ) or self.algorithm.penalizes_rewards
+            (self.algorithm.needs_proximal and len(cut) > 1)
+            or self.algorithm.penalizes_rewards
+            or (gae is not None and gae.truncation is not None)
+        )
         proximal = self._scores("policy", sequences, cut) if needs_proximal else None
         if self.teachers:
             teacher_scores = self.teachers.of_batch(
@@ -240,9 +245,12 @@ class BatchSteps:
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
         masked = masked_places(batch, self.config.algorithm.mask_truncated)
-        sequences = to_train_sequences(
-            batch, self.algorithm.advantages(self.rewards(batch)), self.algorithm.skip_zero, masked
-        )
+        rewards = self.rewards(batch)
+        if self.config.algorithm.credit == OUTCOME or self.algorithm.gae is not None:
+            advantages = self.algorithm.advantages(rewards)
+        else:
+            advantages = turn_advantages(batch.groups, self.algorithm, self.config)
+        sequences = to_train_sequences(batch, advantages, self.algorithm.skip_zero, masked)
         return sequences, minibatches(
             batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed, masked
         )

@@ -28,6 +28,7 @@ from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Batch, TrainSequence, Version
 from megarl.base.shared_gpu import GIB, card_bytes, high_water_bytes, take_peak
+from megarl.config.algorithms import OUTCOME
 from megarl.config.errors import RunError
 from megarl.critic.executor import ActorCriticSteps, begin_critic, make_critic
 from megarl.data.order import train_mixture
@@ -53,6 +54,7 @@ from megarl.observe.samples import OrdinalsWriter, SamplesWriter, TokensWriter, 
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
+from megarl.rewards.credit import has_signal, turn_metrics
 from megarl.rewards.score import shapes, too_many_failed_episodes, too_many_failures
 from megarl.roles.settings import TEACHER
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
@@ -300,6 +302,10 @@ class TrainerExecutor:
         metrics: dict[str, Any] = batch_metrics(batch, self.version - 1, rewards)
         if config.rollout.dynamic_sampling or batch.dropped:
             metrics |= dropped_metrics(batch)
+        metrics |= turn_metrics(batch.generated, config)
+        if config.algorithm.credit != OUTCOME:
+            without_signal = [not has_signal(group.samples, config) for group in batch.groups]
+            metrics["zero_advantage_fraction"] = fmean(without_signal)
         metrics |= source_metrics(batch, self._mixture, config.data.curriculum is not None)
         metrics |= step_metrics(results, self.algorithm)
         metrics |= self.batch_steps.value_metrics()

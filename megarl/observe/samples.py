@@ -29,6 +29,7 @@ from megarl.base.rollout_types import (
     any_unanswered,
 )
 from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
+from megarl.rewards.credit import has_own_turns
 from megarl.rewards.score import failure_label, of_episode
 
 ORDINALS_FILE = "ordinals.jsonl"
@@ -92,6 +93,8 @@ def format_sample(
             f", {sample.turns} turns, {sample.environment_tokens} tokens by the environment "
             "(behind >)"
         )
+    if has_own_turns(sample):
+        head += f", rewards of turns {' '.join(f'{turn.reward:g}' for turn in sample.turn_rewards)}"
     for name, value in (sample.reward_parts or {}).items():
         head += f", {escape(name)} {value:g}"
     reason = "".join(_quoted(failure.reason, "!") + "\n" for failure in sample.failures)
@@ -191,6 +194,7 @@ def _group(group: GroupSummary, texts: GroupTexts) -> dict[str, Any]:
             {
                 "reward": sample.reward,
                 "parts": sample.reward_parts,
+                "turn_rewards": sample.turn_rewards if has_own_turns(sample) else [],
                 "failed": failures,
                 "finish_reason": sample.finish_reason,
                 "tokens": sample.tokens,

@@ -67,6 +67,7 @@ class _Sample(msgspec.Struct):
     text: str
     tokens: int
     parts: dict[str, float | None] = {}
+    turn_rewards: list[tuple[int, float]] = []
     failed: list[dict[str, str]] = []
     finish_reason: str = ""
     turns: int = 1

@@ -20,7 +20,14 @@ from typing import Any
 
 import msgspec
 
-from megarl.base.rollout_types import EPISODE, UNANSWERED, Failure, Sample, SampleSummary, episodes
+from megarl.base.rollout_types import (
+    EPISODE,
+    UNANSWERED,
+    Failure,
+    Sample,
+    SampleSummary,
+    TurnReward,
+)
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import GRADERS, MAX_REWARD, RewardConfig, RolloutConfig, RunConfig
 
@@ -44,6 +51,7 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     token_ids: Sequence[int] = ()  # of the whole response: all turns, including end-of-text
     # newest weight version among its tokens, which is the number of steps done by then
     version: int = -1
+    turn_ends: Sequence[int] = ()  # how many of token_ids come before the end of each turn
     sample_index: int = 0  # the sample's number within its prompt, from 0
     truncated: bool = False  # whether the response was cut at the maximum length
     source: str = ""  # name of the prompt's source in data.train.sources or eval.suites
@@ -73,6 +81,8 @@ class Score(msgspec.Struct, frozen=True):
     reward: float
     parts: dict[str, float] = {}
     failures: list[Failure] = []
+    # the scores of its steps, which are earned in place of `reward`; empty: `reward` is, at the end
+    turn_rewards: list[TurnReward] = []
 
 
 def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
@@ -314,7 +324,20 @@ def weighted_sum(scored: Sequence[tuple[RewardPart, Score]]) -> Score:
         bounded(sum(part.weight * score.reward for part, score in scored), named),
         named | inner,
         failures,
+        _weighted_turns(scored),
     )
+
+
+def _weighted_turns(scored: Sequence[tuple[RewardPart, Score]]) -> list[TurnReward]:
+    """What steps earn by all parts: a part without scores of steps counts at the end."""
+    ends = sorted({turn.end for _, score in scored for turn in score.turn_rewards})
+    if not ends:
+        return []
+    rewards = dict.fromkeys(ends, 0.0)
+    for part, score in scored:
+        for end, reward in score.turn_rewards or [TurnReward(ends[-1], score.reward)]:
+            rewards[end] += part.weight * reward
+    return [TurnReward(end, reward) for end, reward in rewards.items()]
 
 
 def bounded(reward: float, parts: Mapping[str, float]) -> float:
@@ -365,11 +388,6 @@ def trained_reward(branches: Sequence[SampleSummary], config: RunConfig) -> floa
         reward = trained_score(sample.reward, sample.tokens, sample.finish_reason, config)
         rewards.append(reward)
     return min(rewards)
-
-
-def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
-    """Whether the rewards of a prompt's samples, after penalties, are not all the same."""
-    return len({trained_reward(branches, config) for branches in episodes(samples)}) > 1
 
 
 def shapes(config: RunConfig) -> bool:

@@ -11,9 +11,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megarl.algorithms import recipes
+from megarl.config.algorithms import OUTCOME, PROCESS, RETURNS
 from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
-from megarl.config.schema import MAX_REWARD, UNSCORED, GeneratorConfig, RunConfig
+from megarl.config.schema import (
+    BY_CALLS,
+    MAX_REWARD,
+    UNSCORED,
+    GeneratorConfig,
+    RunConfig,
+)
 from megarl.data.rows import held_out
 from megarl.generator.groups import EngineGroup
 from megarl.messaging.rendezvous import PURPOSES, Purpose
@@ -29,6 +36,7 @@ from megarl.roles.settings import (
     PLACES,
     REFERENCE,
     REWARD_MODEL,
+    STEPS,
     TEACHER,
     RoleConfig,
     flat,
@@ -43,7 +51,7 @@ TAKEN = (
     *(purpose.driver for purpose in PURPOSES),
     *(purpose.prefix for purpose in PURPOSES),
 )
-TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is the length penalty
+TAKEN_PARTS = ("penalty", "turns")  # metrics: reward/penalty/mean, reward/turns/mean
 # The reward models that SGLang has: a linear map to one score, or Qwen2.5-Math-RM's two layers.
 TWO_LAYERS = "Qwen2ForRewardModel"
 SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3")), TWO_LAYERS)
@@ -71,7 +79,7 @@ _JUDGE_KEYS = (
 # role -> its keys besides role, path and on; a role on engines also has the engines' settings
 _KEYS = {
     CRITIC: (),
-    REWARD_MODEL: ("template", "chat_template"),
+    REWARD_MODEL: ("template", "chat_template", "scores", "step_separator"),
     JUDGE: ("template", "chat_template", *_JUDGE_KEYS),
     TEACHER: ("weight",),
     REFERENCE: (),
@@ -178,12 +186,28 @@ def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -
 
 def _check_critic(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
     if not recipes.has_critic(config.algorithm):
-        yield f"{key}: {config.algorithm.name} has no critic; algorithm.name=ppo has one"
+        yield f"{key}: {recipes.no_critic(config.algorithm)}"
 
 
 def _check_reward_model(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
     if settings.template not in (None, CHAT):
         yield from _check_fields(key, settings.template, "{response}")
+    if settings.scores != STEPS:
+        if settings.step_separator != RoleConfig().step_separator:
+            shown = yaml_text(settings.step_separator)
+            yield f"{key}.step_separator={shown}: needs {key}.scores={STEPS}"
+        return
+    steps = f"{key}.scores={STEPS}"
+    if config.algorithm.credit == OUTCOME:
+        yield (
+            f"{steps}: needs algorithm.credit={RETURNS} or {PROCESS}; {OUTCOME} would ignore all "
+            "steps but the last"
+        )
+    if config.rollout.name in BY_CALLS:
+        yield (
+            f"{steps}: needs episodes of one sequence; those of rollout.name={config.rollout.name} "
+            "may have branches (docs/agents.md)"
+        )
 
 
 def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
+from megarl.base.rollout_types import TurnReward
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import MAX_REWARD
 from megarl.data.tokenizer import Tokenizer, tokenizer_of
@@ -15,7 +18,7 @@ from megarl.generator.fleet import Fleet
 from megarl.rewards.score import RewardPart, Score, ScoreRequest
 from megarl.roles.judge import Template, chat_text
 from megarl.roles.plan import ServedRole
-from megarl.roles.settings import CHAT
+from megarl.roles.settings import CHAT, STEPS
 
 Encode = Callable[[ScoreRequest], list[int]]
 
@@ -39,8 +42,24 @@ class RewardModel:
         )
         self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
         self._encode = reading(role, policy)
+        self._policy = policy
+        self._separator = settings.step_separator if settings.scores == STEPS else None
 
     async def score(self, part: RewardPart, request: ScoreRequest) -> Score:
+        """With scores=steps, the reward is that of the last step, which is the whole response."""
+        if self._separator is None:
+            return await self._score(part, request)
+        prefixes = await asyncio.to_thread(step_requests, request, self._policy, self._separator)
+        scores = await asyncio.gather(*(self._score(part, prefix) for prefix in prefixes))
+        for score in scores:
+            if score.failures:
+                return score
+        turns = []
+        for prefix, score in zip(prefixes, scores, strict=True):
+            turns.append(TurnReward(len(prefix.token_ids), score.reward))
+        return Score(scores[-1].reward, turn_rewards=turns)
+
+    async def _score(self, part: RewardPart, request: ScoreRequest) -> Score:
         # in a thread, since the response may be long
         ids = await asyncio.to_thread(self._encode, request)
         if not ids:
@@ -70,6 +89,38 @@ class RewardModel:
                 request,
             )
         return Score(score)
+
+
+def step_requests(request: ScoreRequest, policy: Tokenizer, separator: str) -> list[ScoreRequest]:
+    """A request for the response up to the end of each turn, or, if it has one turn, of each step.
+
+    A step ends with the token that completes `separator`, unless nothing is left but white space.
+    """
+    ids = list(request.token_ids)
+    ends = [*request.turn_ends[:-1], len(ids)]
+    if len(ends) == 1:
+        ends = [*_step_ends([policy.decode_turn([token]) for token in ids], separator), len(ids)]
+    if len(ends) == 1:
+        return [request]
+    requests = []
+    for end in ends:
+        text = policy.decode_turn(ids[:end])
+        requests.append(replace(request, response=text, token_ids=ids[:end]))
+    return requests
+
+
+def _step_ends(pieces: Sequence[str], separator: str) -> list[int]:
+    """How many of the pieces come before the end of each step but the last."""
+    last = max((number for number, piece in enumerate(pieces) if piece.strip()), default=0)
+    ends = []
+    text_of_step = ""
+    for number, piece in enumerate(pieces[:last], start=1):
+        text_of_step += piece
+        if separator in text_of_step:
+            if text_of_step.strip():
+                ends.append(number)
+            text_of_step = ""
+    return ends
 
 
 def reading(role: ServedRole, policy: Tokenizer) -> Encode:

@@ -28,6 +28,8 @@ PLACES = {
 }
 POINTWISE = "pointwise"
 PAIRWISE = "pairwise"
+RESPONSE = "response"
+STEPS = "steps"
 CHAT = "chat"  # value of `template`: the chat template of the model's tokenizer
 
 
@@ -118,6 +120,19 @@ class RoleConfig:
         "own chat template; null: the policy's "
         "tokens. judge: a text with {prompt}, {response} and, if wanted, {answer}; to compare "
         "pairs, {response_a} and {response_b}",
+    )
+    scores: str = setting(
+        RESPONSE,
+        "reward_model: what is scored. response: the whole response; steps: the text up to the end "
+        "of each turn, or of each step of a response of one turn. Needs algorithm.credit=returns "
+        "or process",
+        one_of(RESPONSE, STEPS),
+    )
+    step_separator: str = setting(
+        "\n\n",
+        "reward_model, with scores=steps: the text after which a step of a response of one turn "
+        "ends",
+        Limit("not empty", bool),
     )
     chat: bool = setting(
         True,

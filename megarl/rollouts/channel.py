@@ -64,7 +64,7 @@ from megarl.messaging.messages import (
 )
 from megarl.messaging.process_groups import StopRequest
 from megarl.observe.status import StatusBoard, TraceWriter
-from megarl.rewards.score import has_signal
+from megarl.rewards.credit import has_signal
 from megarl.rollouts.buffer import RolloutBuffer
 
 _ALIGNED = 4

@@ -23,8 +23,10 @@ from megarl.base.rollout_types import (
     Ordinal,
     Prompt,
     Sample,
+    TurnReward,
     any_unanswered,
 )
+from megarl.config.algorithms import OUTCOME
 from megarl.config.limits import is_async
 from megarl.config.schema import UNSCORED, RunConfig
 from megarl.data.rows import stops_on_text
@@ -37,6 +39,7 @@ from megarl.messaging.rendezvous import ROLLOUTS, Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
 from megarl.rewards import code
+from megarl.rewards.credit import ignores_turns
 from megarl.rewards.pool import OF_VERIFIERS, RewardInLoop, RewardPool
 from megarl.rewards.score import (
     RewardPart,
@@ -83,8 +86,12 @@ class Scoring:
             [(part, score) for (part, _), score in zip(self.comparing, scores, strict=True)]
         )
         parts = sample.reward_parts | comparison.parts
+        turns = list(sample.turn_rewards)
+        if turns:
+            turns[-1] = TurnReward(turns[-1].end, turns[-1].reward + comparison.reward)
         return replace(
             sample,
+            turn_rewards=turns,
             reward=bounded(sample.reward + comparison.reward, parts),
             reward_parts=parts,
             failures=sample.failures + comparison.failures,
@@ -250,6 +257,8 @@ class CheckedRollout:
     judge: Compare | None = None  # adds the teachers' log-probs to the samples
     clock: ScoringClock = field(default_factory=ScoringClock)
     tell: Tell = _untold  # called at once with each failure
+    ignores_turns: bool = False  # whether training uses the rewards of responses alone
+    _warnings: list[str] = field(default_factory=list)  # those that have been made
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """`sampling.seed` is the run's. From it, the prompt gets a seed of its own.
@@ -290,6 +299,12 @@ class CheckedRollout:
         self._check(samples, n, sampling, description)
         for failure in failed_episodes(samples):
             self.tell(failure, prompt.ordinal)
+        if self.ignores_turns and not self._warnings and any(map(ignores_turns, samples)):
+            self._warnings.append(
+                f"{description}: its rewards at turns are ignored: algorithm.credit={OUTCOME} "
+                "learns from the reward of the response alone; returns or process would use them"
+            )
+            self.tell(Failure(WARNING, self._warnings[0]), -1)
         return Group(prompt=replace(prompt, row={}), samples=samples)
 
     def _watched(
@@ -469,6 +484,7 @@ async def open_rollouts(
         training_rollout or held_out,
         judge=teachers.judged if teachers else None,
         clock=ScoringClock(),
+        ignores_turns=config.algorithm.credit == OUTCOME,
     )
     return Rollouts(training_rollout, held_out, training_rollout.clock)
 

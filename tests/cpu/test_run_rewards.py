@@ -98,3 +98,40 @@ def test_a_function_that_raises_ends_the_run_by_its_own_line(model: Path, tmp_pa
         "Traceback" not in completed.stderr
         and "Traceback" in (tmp_path / "run/logs/reward.0.log").read_text()
     )
+
+
+TURNS = ("rollout.name=turn_rollouts:two_turns", "eval.every=0", "max_steps=3")
+CREDIT = {
+    "returns": ("algorithm.credit=returns", "algorithm.turn_gamma=0.5"),
+    "critic": (
+        "algorithm.advantage=critic",
+        "algorithm.critic_targets=vtrace",
+        "algorithm.credit=returns",
+    ),
+    "ignored": (),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("credit", CREDIT)
+def test_aipo_learns_from_rewards_at_turns(model: Path, tmp_path: Path, credit: str) -> None:
+    """All final rewards are equal, so without them nothing is learned."""
+    completed = run(arguments(model, tmp_path / "run", *TURNS, *CREDIT[credit]))
+    assert completed.returncode == 0, completed.stderr
+    table = rows(tmp_path / "run")
+    assert all(row["reward/mean"] == 1 and row["turns/mean"] == 2 for row in table)
+    assert all(0.5 < row["reward/turns/mean"] <= 1.5 for row in table)
+    assert all(row["reward/turns/sum"] == 2 * row["reward/turns/mean"] for row in table)
+    is_ignored = credit == "ignored"
+    assert ("its rewards at turns are ignored" in " ".join(completed.stdout.split())) == is_ignored
+    trained = sum(row["samples/trained"] for row in table)
+    assert (trained == 0) == is_ignored
+    if is_ignored:
+        assert all(row["reward/turns/ignored_fraction"] == 1 for row in table)
+    elif credit == "critic":
+        assert all(0 <= row["value/rho_clipped_fraction"] <= 1 for row in table)
+        assert all(row["returns"] > 0 for row in table)
+    else:
+        assert all(row["zero_advantage_fraction"] < 1 for row in table)
+    written = (tmp_path / "run/rollouts/step_000000.txt").read_text()
+    assert "rewards of turns " in written

@@ -228,3 +228,38 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
     assert result["samples"] == 8 and "pass@1" not in result and result["reward/mean"] != 0, (
         "scores of a model are not right or wrong"
     )
+
+
+def test_reward_model_scores_the_steps_of_responses(tmp_path: Path) -> None:
+    """A step of the random responses ends after each 1."""
+    run_dir = tmp_path / "run"
+    scores = make_scores(tmp_path / "scores", "Qwen3ForSequenceClassification")
+    completed = run([
+        "train", "configs/quickstart.yaml", f"model.path={make_model(tmp_path / 'model')}",
+        f"run_dir={run_dir}", *OVERRIDES, "max_steps=2", "trainer.tp=1", "data.eval=null",
+        "roles.prm.role=reward_model", f"roles.prm.path={scores}", "roles.prm.scores=steps",
+        "roles.prm.step_separator='1'", "roles.prm.max_concurrency=64",
+        "roles.prm.kv_cache_tokens=4096",
+        "algorithm.credit=process", "algorithm.advantage=normalized",
+        "reward.parts.steps.name=roles.prm", "reward.parts.steps.weight=2",
+        "reward.parts.rule.name=reward_functions:told",
+    ])  # fmt: skip
+    assert completed.returncode == 0, completed.stderr
+    requests = requests_by_prompt(run_dir)
+    counts = []
+    for line in (run_dir / "rollouts/samples.jsonl").read_text().splitlines():
+        group = json.loads(line)
+        for sample, request in zip(group["samples"], requests[group["prompt"]], strict=True):
+            by_rule = sample["parts"]["rule"]
+            turns = sample["turn_rewards"] or [[sample["tokens"], sample["reward"]]]
+            expected_rewards = []
+            for end, _ in turns:
+                ids = [*request.prompt_token_ids, *request.token_ids[:end]]
+                expected_rewards.append(2 * hf_score(scores, ids))
+            assert sample["parts"]["steps"] == pytest.approx(expected_rewards[-1] / 2, abs=1e-4)
+            expected_rewards[-1] += by_rule
+            assert [reward for _, reward in turns] == pytest.approx(expected_rewards, abs=1e-4)
+            assert len(turns) <= 1 + sample["text"].count("1")
+            counts.append(len(turns))
+    assert len(counts) == 2 * PROMPTS * SAMPLES and max(counts) > 1
+    assert all(row["zero_advantage_fraction"] == 0 for row in rows(run_dir))

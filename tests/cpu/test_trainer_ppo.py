@@ -43,6 +43,7 @@ OF_CRITIC = WARMED_UP | {
 MINIBATCHES = 2
 EPOCHS = 2
 BETA = 0.3
+RHO_BAR = 1.2
 STEPS = 12
 SETTINGS = {  # name: overrides, (gamma, lambda, whiten, value_clip, warm-up)
     "shaped": (
@@ -53,11 +54,16 @@ SETTINGS = {  # name: overrides, (gamma, lambda, whiten, value_clip, warm-up)
     ),
     "plain": (["algorithm.gae_lambda=1.0", "algorithm.whiten=false", "critic.value_clip=null"],
     (1.0, 1.0, False, None, 0)),
+    "aged": (
+        ["algorithm.name=aipo", "algorithm.advantage=critic", "algorithm.critic_targets=vtrace",
+         f"algorithm.rho_bar={RHO_BAR}", "algorithm.gae_lambda=0.9", "critic.value_clip=null"],
+        (1.0, 0.9, True, None, 0),
+    ),
 }  # fmt: skip
 # a reward model of another shape; the policy's own checkpoint with a new head
-CRITICS = {"shaped": "qwen3", "plain": "untied"}
+CRITICS = {"shaped": "qwen3", "plain": "untied", "aged": "untied"}
 LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
-CASES = [("shaped", layout) for layout in LAYOUTS] + [("plain", "dp2")]
+CASES = [("shaped", layout) for layout in LAYOUTS] + [("plain", "dp2"), ("aged", "dp2")]
 RESUMED = [("shaped", "dp2"), ("shaped", "pp2")]
 
 
@@ -130,6 +136,17 @@ def plain_loop(
                 ]
             )
             returns[p] = advantages[p] + old[p]
+            if name == "aged":
+                ratio = (prox[p] - mu[p]).exp()
+                weight = ratio.clamp(max=RHO_BAR)
+                trace = lam * ratio.clamp(max=1.0)
+                errors = [
+                    sum(trace[t:k].prod() * weight[k] * delta[k] for k in range(t, length))
+                    for t in range(length)
+                ]
+                returns[p] = old[p] + torch.stack(errors)
+                later = [*errors[1:], 0.0]
+                advantages[p] = torch.stack([delta[t] + lam * later[t] for t in range(length)])
         every, targets, were = (
             torch.cat([rows[p] for p in numbers]) for rows in (advantages, returns, old)
         )
@@ -151,6 +168,12 @@ def plain_loop(
             if batch.step >= warm_up:
                 loss = torch.zeros((), dtype=torch.float64)
                 for p in places:
+                    if name == "aged":
+                        scored = logprobs_of(policy, numbers[p].prompt_ids, numbers[p].token_ids)
+                        log_pi = scored[masks[p]]
+                        r = (log_pi.detach() - mu[p]).exp().clamp(max=4.0)
+                        loss = loss - (r * advantages[p] * log_pi).sum() / tokens
+                        continue
                     r = (
                         logprobs_of(policy, numbers[p].prompt_ids, numbers[p].token_ids)[masks[p]]
                         - (prox if name == "shaped" else mu)[p]

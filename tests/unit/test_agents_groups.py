@@ -27,7 +27,7 @@ from megarl.config.schema import (
 from megarl.evaluation.evaluate import scores
 from megarl.executors.batch_steps import BatchSteps
 from megarl.plan.checks import check_program
-from megarl.rewards.score import has_signal
+from megarl.rewards.credit import has_signal
 from megarl.rollouts.environments.base import sample_problems
 
 

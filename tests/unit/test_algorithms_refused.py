@@ -131,6 +131,54 @@ REFUSED = [
         "algorithm.ratio=proximal: online_dpo goes with behavior only (docs/algorithms.md)",
     ),
     (
+        AlgorithmConfig(gae_lambda=0.9),
+        "algorithm.gae_lambda=0.9: must be null: only algorithm.advantage=critic has it",
+    ),
+    (
+        AlgorithmConfig(name="online_dpo", whiten=False),
+        "algorithm.whiten=false: must be null: only algorithm.advantage=critic has it",
+    ),
+    (
+        AlgorithmConfig(name="online_dpo", advantage="critic"),
+        "algorithm.advantage=critic: must be null: online_dpo has its own",
+    ),
+    (
+        AlgorithmConfig(name="distill", advantage="critic"),
+        "algorithm.advantage=critic: must be null: distill has its own",
+    ),
+    (
+        AlgorithmConfig(advantage="critic", rho_bar=2.0),
+        "algorithm.rho_bar=2.0: must be null: only algorithm.critic_targets=vtrace has it",
+    ),
+    (
+        AlgorithmConfig(advantage="critic", critic_targets="vtrace", c_bar=1.5),
+        "algorithm.c_bar=1.5: must be at most algorithm.rho_bar=1",
+    ),
+    (
+        AlgorithmConfig(turn_gamma=0.9),
+        "algorithm.turn_gamma=0.9: must be null: only algorithm.credit=returns has it, without a "
+        "critic",
+    ),
+    (
+        AlgorithmConfig(name="ppo", credit="returns", turn_gamma=0.9),
+        "algorithm.turn_gamma=0.9: must be null: only algorithm.credit=returns has it, without a "
+        "critic",
+    ),
+    (
+        AlgorithmConfig(name="ipo", credit="returns"),
+        "algorithm.credit=returns: must be outcome with ipo, which has no advantages of turns",
+    ),
+    (
+        AlgorithmConfig(advantage="critic", credit="process"),
+        "algorithm.credit=process: must be outcome or returns with algorithm.advantage=critic: a "
+        "critic's advantages are not compared",
+    ),
+    (
+        AlgorithmConfig(credit="process", kl="reward", kl_coef=0.1),
+        "algorithm.credit=process: must be outcome with algorithm.kl=reward, which takes a penalty "
+        "off the whole response",
+    ),
+    (
         AlgorithmConfig(kl="reward"),
         "algorithm.kl=reward: needs algorithm.kl_coef above 0; it is 0.0",
     ),

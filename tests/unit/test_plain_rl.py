@@ -94,9 +94,10 @@ def test_losses_have_the_gradients_of_megarls(name: str, models: dict[str, Path]
             torch.zeros(int(mask.sum()), dtype=F64).index_fill(0, mask.sum() - 1, float(r))
             for mask, r in zip(written, rewards)
         ]
-        rows = Gae(1.0, 0.95, True).advantages(
+        estimates = Gae(1.0, 0.95, True).estimates(
             [r.numpy() for r in of_tokens], [v[m].numpy() for v, m in zip(values, written)]
         )
+        rows = [estimate.advantages for estimate in estimates]
         plain_advantages = method.advantages(responses, rewards, values)
         for row, mask, expected in zip(plain_advantages, written, rows):
             torch.testing.assert_close(row[mask], torch.from_numpy(expected))

@@ -11,7 +11,7 @@ from resolving import MODEL, config, problems_of, with_weights
 from megarl.config.schema import TrainerConfig
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GPUS
-from megarl.estimate.memory import trainer_memory
+from megarl.estimate.memory import scoring_passes, trainer_memory
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 
@@ -67,15 +67,41 @@ def test_unfit_settings_of_a_critic_are_refused_together(tmp_path: Path) -> None
 
 def test_other_algorithms_have_no_critic(tmp_path: Path) -> None:
     assert problems_of(tmp_path, "critic.warmup_steps=3", "critic.optimizer.lr=1e-3") == [
-        "critic.warmup_steps=3: aipo has no critic; algorithm.name=ppo has one",
-        "critic.optimizer.lr=0.001: aipo has no critic; algorithm.name=ppo has one",
+        "critic.warmup_steps=3: aipo has no critic; set algorithm.advantage=critic",
+        "critic.optimizer.lr=0.001: aipo has no critic; set algorithm.advantage=critic",
     ]
-    assert problems_of(tmp_path, "algorithm.gae_lambda=0.9") == [
-        "algorithm.gae_lambda=0.9: must be null: aipo has no such setting"
+    assert problems_of(tmp_path, "algorithm.name=copg", "critic.warmup_steps=3") == [
+        "critic.warmup_steps=3: copg has no critic; set algorithm.name=ppo",
     ]
     assert problems_of(tmp_path, PPO, "algorithm.advantage=mean") == [
         "algorithm.advantage=mean: must be null: ppo has its own"
     ]
+
+
+def test_any_rule_may_have_a_critic(tmp_path: Path) -> None:
+    beside_aipo = [
+        "algorithm.advantage=critic",
+        "algorithm.critic_targets=vtrace",
+        "algorithm.gamma=0.99",
+        "critic.warmup_steps=3",
+        "rollout.n=1",
+    ]
+    plan = resolve(config(tmp_path, *beside_aipo))
+    assert plan.critic == plan.spec
+    of_recipe = config(tmp_path, "algorithm.recipe=cispo", "algorithm.advantage=critic")
+    assert resolve(of_recipe).critic == plan.spec
+    assert problems_of(tmp_path, "algorithm.advantage=critic", "rollout.name=program") == [
+        "algorithm.advantage=critic: needs episodes of one sequence; those of rollout.name=program "
+        "may have branches (docs/agents.md)"
+    ]
+
+
+def test_vtrace_takes_a_pass_for_its_ratios(tmp_path: Path) -> None:
+    passes = []
+    for targets in ("gae", "vtrace"):
+        overrides = ["algorithm.advantage=critic", f"algorithm.critic_targets={targets}"]
+        passes.append(scoring_passes(config(tmp_path, *overrides)))
+    assert passes == [0, 1]
 
 
 def test_critic_checkpoint_is_needed_for_training_alone(

@@ -15,7 +15,8 @@ from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.config.schema import RewardConfig, RolloutConfig, RunConfig
 from megarl.executors.batch_steps import BatchSteps
 from megarl.plan.checks import check_shaping
-from megarl.rewards.score import has_signal, trained_score
+from megarl.rewards.credit import has_signal
+from megarl.rewards.score import trained_score
 
 LONGEST = 100
 

@@ -96,8 +96,9 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         "roles.helper.role=null: must be one of critic, reward_model, judge, teacher, reference; only "
         "a role that is called so needs none",
         "roles.rm.verdict=(a): a reward_model has no such setting",
-        "roles.critic: aipo has no critic; algorithm.name=ppo has one",
-        "reward.parts.penalty: its name must be letters, digits, - and _, and none of penalty",
+        "roles.critic: aipo has no critic; set algorithm.advantage=critic",
+        "reward.parts.penalty: its name must be letters, digits, - and _, and none of "
+            "penalty, turns",
         "reward.parts.b.name=roles.rn: there is no such role; there is judge, engine, helper, rm, critic",
         "reward.parts.c.name=roles.critic: must be a reward_model or a judge; it is a critic",
         f"roles.rm.path={MODEL}: is a LlamaForCausalLM; SGLang's reward models are "

@@ -50,6 +50,8 @@ class _Course:
     start: str
     ended: bool  # whether the environment has ended it
     rewards: list
+    reset_reward: float
+    turn_rewards: list = field(default_factory=list)  # of the steps that each turn has taken
     steps: int = 0
     refused: int = 0  # actions that the environment has refused
     unrewarded: int = 0  # steps without a reward
@@ -61,6 +63,7 @@ class _Course:
             self.unrewarded += 1
         else:
             self.rewards.append(float(result.reward))
+            self.turn_rewards[-1] += float(result.reward)
 
     def outcome(self, rule):
         if not self.rewards:
@@ -77,7 +80,11 @@ class _Course:
             "env_ended": float(self.ended),
             "env_unrewarded": self.unrewarded,
         }
-        return {"reward": reward, "metrics": metrics, "start": self.start}
+        outcome = {"reward": reward, "metrics": metrics, "start": self.start}
+        if rule == "sum" and self.turn_rewards:
+            self.turn_rewards[0] += self.reset_reward
+            outcome |= {"turn_rewards": self.turn_rewards, "final_reward": 0.0}
+        return outcome
 
 
 async def play(hub, request):
@@ -102,10 +109,12 @@ async def _episode(hub, request, episode):
         policy = await stack.enter_async_context(policy_of(episode, timeout=request["deadline_s"]))
         start = _start(first.observation, hub.request["shown"])
         rewards = [float(first.reward)] if first.reward else []
-        course = _Course(start, bool(first.done), rewards)
+        course = _Course(start, bool(first.done), rewards, reset_reward=math.fsum(rewards))
         messages = _begin(row.get("prompt") or "", course.start)
         for _ in range(hub.request["max_turns"]):
             message = None if course.ended else await _ask(hub, request, policy, messages)
+            if message:
+                course.turn_rewards.append(0.0)
             answers = await _answer(hub, session, course, message) if message else []
             if not answers:
                 break

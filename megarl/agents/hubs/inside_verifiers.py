@@ -32,6 +32,7 @@ from inside_serving import (
 )
 
 _CLEANING_S = 5.0
+_TURNS = "megarl_turn_rewards"  # key of a state
 _failed_functions = contextvars.ContextVar("reward functions that have failed")
 
 
@@ -157,12 +158,24 @@ async def _episode(environment, request, episode, end):
             state = await environment.rollout(
                 copy.deepcopy(request["row"]), _client(native), request["model"], {}
             )
+        state[_TURNS] = turn_rewards_of(state)
         if state.get("error") is None:
             return None
         return {"kind": "environment", "error": shown(state["error"])}
 
     error = await within(end, request, run())
     return state, error
+
+
+def turn_rewards_of(state):
+    """The rewards that the environment has given to steps; empty without any.
+
+    To be asked before scoring, which gives the rollout's reward to all steps that have none.
+    """
+    rewards = [step.get("reward") for step in state.get("trajectory") or ()]
+    if all(reward is None for reward in rewards):
+        return []
+    return [0.0 if reward is None else float(reward) for reward in rewards]
 
 
 def _client(native):
@@ -200,7 +213,10 @@ class _Watched(logging.Handler):
 
 
 def _result(state):
-    return {"reward": state.get("reward"), "metrics": metrics_of(state.get("metrics") or {})}
+    outcome = {"reward": state.get("reward"), "metrics": metrics_of(state.get("metrics") or {})}
+    if state.get(_TURNS):
+        outcome["turn_rewards"] = state[_TURNS]
+    return outcome
 
 
 if __name__ == "__main__":

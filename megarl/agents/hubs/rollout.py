@@ -22,7 +22,14 @@ from msgspec import Meta
 
 from megarl.agents.endpoint import MODEL
 from megarl.agents.episode import Episode, EpisodeResult
-from megarl.agents.player import MOST_METRICS, NoReward, Player, check_on_crash, numbers
+from megarl.agents.player import (
+    MOST_METRICS,
+    NoReward,
+    Player,
+    check_on_crash,
+    numbers,
+    reward_turns,
+)
 from megarl.base.rollout_types import UNANSWERED, Prompt
 from megarl.config.errors import ConfigError, problems_of
 from megarl.generator.completions import Sampling
@@ -435,6 +442,9 @@ class HubRollout(Player):
             message = f"its reward and metrics are not all {form}: {str(reward)[:200]}"
             try:
                 score, metrics = numbers(reward, message)
+                if "turn_rewards" in report:
+                    turns = report["turn_rewards"]
+                    reward_turns(episode.tree, turns, report.get("final_reward"))
                 return self.result_of(episode, score, metrics)
             except NoReward as error:
                 kind = "reward"

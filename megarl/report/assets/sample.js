@@ -51,6 +51,9 @@ class SampleView {
       fact("end", sample.finish_reason || "–"),
       fact("age", String(data.age[index] ?? "–")),
       ...Object.entries(sample.parts).map(([name, value]) => fact(name, exact(value))),
+      ...(sample.turn_rewards.length
+        ? [fact("rewards of turns", sample.turn_rewards.map(([, value]) => exact(value)).join(" "))]
+        : []),
     ];
     const siblings = group.samples.map((other, n) =>
       el(

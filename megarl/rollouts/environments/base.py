@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from megarl.base.rollout_types import (
     Group,
     Prompt,
     Sample,
+    TurnReward,
     episodes,
     impossible_logprobs,
     typed,
@@ -148,6 +149,7 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
             f"reward {sample.reward!r:.200}: must be a finite number of absolute value at most "
             f"{MAX_REWARD:g}"
         )
+    problems += _turn_problems(sample)
     logprobs = view(sample.logprobs)
     impossible = impossible_logprobs(logprobs)
     if impossible.any():
@@ -169,6 +171,30 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
                 "of Sampling as they are"
             )
     return problems
+
+
+def _turn_problems(sample: Sample) -> Iterator[str]:
+    mask = view(sample.policy_mask) if sample.policy_mask else np.ones(len(sample.token_ids), bool)
+    start = 0
+    learned = False
+    for number, (end, reward) in enumerate(sample.turn_rewards):
+        turn = f"turn_rewards[{number}]=({end!r}, {reward!r:.200})"
+        if not _finite(reward) or abs(reward) > MAX_REWARD:
+            yield (
+                f"{turn}: the reward must be a finite number of absolute value at most "
+                f"{MAX_REWARD:g}"
+            )
+        if not isinstance(end, int) or not start < end <= len(sample.token_ids):
+            yield f"{turn}: it must end after token {start}, and within {len(sample.token_ids)}"
+            return
+        has_policy_tokens = bool(mask[start:end].any())
+        # only first turns of a branch may be learned elsewhere
+        if not has_policy_tokens and (learned or not sample.branch):
+            yield f"{turn}: the policy sampled none of its tokens"
+        learned = learned or has_policy_tokens
+        start = end
+    if sample.turn_rewards and mask[start:].any():
+        yield f"turn_rewards end at token {start}, but the policy sampled later ones"
 
 
 def _finite(number: Any) -> bool:
@@ -196,6 +222,8 @@ class Transcript:
     sample_index: int | None = None
     last_text: str = ""  # the text of the policy's last turn
     finish_reason: str = "stop"
+    turn_ends: list[int] = field(default_factory=list)  # in tokens of the response
+    turn_rewards: list[float] = field(default_factory=list)  # of the policy's turns so far
     _ids: array[int] = field(default_factory=partial(array, "i"))
     _logprobs: array[float] = field(default_factory=partial(array, "f"))
     _versions: array[int] = field(default_factory=partial(array, "i"))
@@ -237,10 +265,22 @@ class Transcript:
         # experts they were sampled with.
         self._routing += completion.routing[len(self._routing) :]
         self._turns += 1
+        self.turn_ends.append(len(self._ids))
+        self.turn_rewards.append(0.0)
         self.last_text = self.tokenizer.decode_turn(completion.token_ids)
         self._text += self.last_text
         # A turn that was cut at its own limit does not end the response.
         self.finish_reason = "stop" if self.tokens_left > 0 else completion.finish_reason
+
+    def add_reward(self, reward: float) -> None:
+        """Rewards the policy's last turn, besides the reward of the whole response.
+
+        `algorithm.credit` says whether the turn's tokens answer for it. Several rewards of a turn
+        add up.
+        """
+        if not self.turn_rewards:
+            raise ValueError("there is no turn to reward")
+        self.turn_rewards[-1] += reward
 
     def add_environment(self, token_ids: Sequence[int]) -> bool:
         """Appends the environment's answer.
@@ -295,6 +335,7 @@ class Transcript:
             source=self.prompt.source,
             prompt_token_ids=self.prompt.token_ids,
             token_ids=self._ids,
+            turn_ends=self.turn_ends,
             version=int(view(self._versions).max(initial=-1)),
             sample_index=self.sample_index or 0,
             truncated=self.finish_reason == "length",
@@ -320,7 +361,22 @@ class Transcript:
             reward_parts=score.parts,
             failures=score.failures,
             kept=self._kept_sets,
+            turn_rewards=self._rewards_with(score),
         )
+
+    def _rewards_with(self, score: Score) -> list[TurnReward]:
+        """What turns, or steps that `score` has scored, have earned; empty if only `score` counts,
+        at the end.
+        """
+        if not any(self.turn_rewards) and not score.turn_rewards:
+            return []
+        last = self.turn_ends[-1]
+        earned = dict(zip(self.turn_ends, self.turn_rewards, strict=True))
+        for end, reward in score.turn_rewards or [TurnReward(last, score.reward)]:
+            # the environment may have written after the last turn
+            end = min(end, last)
+            earned[end] = earned.get(end, 0.0) + reward
+        return [TurnReward(end, earned[end]) for end in sorted(earned)]
 
     def _append(
         self,

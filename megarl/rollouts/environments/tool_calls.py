@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -16,7 +16,15 @@ from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable, is_async
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import Sampling
+from megarl.rewards.score import score_of
 from megarl.rollouts.environments.base import RolloutContext, ToolError, Transcript
+
+
+class _Answer(NamedTuple):
+    text: str
+    is_error: bool = False
+    reward: float = 0.0  # of the turn that made the call
+
 
 TOOLS = {"calculator": "megarl.rollouts.environments.calculator:calculate"}
 
@@ -32,7 +40,8 @@ class ToolCalls:
 
     At most `max_calls` calls of a sample are answered. A sample scores 0 if it ends in an
     unanswered call, or has no room for the answer. All other samples are scored by their last turn.
-    Metrics: tool_calls (answered), tool_errors.
+    A result may also be {"result": text, "reward": number}: the number rewards the turn that made
+    the call. Metrics: tool_calls (answered), tool_errors.
     """
 
     def __init__(
@@ -93,32 +102,36 @@ class ToolCalls:
                 return transcript.sample(score, tool_calls=calls, tool_errors=errors)
             if calls == self._max_calls:
                 break
-            text, failed = await self._answer(context, completion.token_ids[:-1])
-            errors += failed
+            answer = await self._answer(context, completion.token_ids[:-1])
+            errors += answer.is_error
+            transcript.add_reward(answer.reward)
             result = self._tokenizer.encode_text(
-                text[: self._max_result_tokens * MOST_CHARS_PER_TOKEN]
+                answer.text[: self._max_result_tokens * MOST_CHARS_PER_TOKEN]
             )[: self._max_result_tokens]
             if not transcript.add_environment(self._before + result + self._after):
                 break
         return transcript.sample(0.0, tool_calls=calls, tool_errors=errors)
 
-    async def _answer(self, context: RolloutContext, turn_ids: Sequence[int]) -> tuple[str, bool]:
-        """The answer to the call at the end of a turn, and whether it is an error."""
+    async def _answer(self, context: RolloutContext, turn_ids: Sequence[int]) -> _Answer:
+        """The answer to the call at the end of a turn."""
         try:
             if self._open not in turn_ids:
                 raise ToolError("the call was not opened")
             start = len(turn_ids) - turn_ids[::-1].index(self._open)
-            return await self._run(context, self._tokenizer.decode(turn_ids[start:])), False
+            result = await self._run(context, self._tokenizer.decode(turn_ids[start:]))
         except ToolError as error:
-            return f"error: {error}", True
+            return _Answer(f"error: {error}", is_error=True)
+        if isinstance(result, dict) and set(result) == {"result", "reward"}:
+            return _Answer(str(result["result"]), reward=score_of(result["reward"]).reward)
+        return _Answer(str(result))
 
-    async def _run(self, context: RolloutContext, argument: str) -> str:
+    async def _run(self, context: RolloutContext, argument: str) -> Any:
         if not is_async(self._tool):
-            return str(await context.run_in_worker(self._tool, argument))
+            return await context.run_in_worker(self._tool, argument)
         deadline = asyncio.timeout(context.tool_timeout_s)
         try:
             async with deadline:
-                return str(await self._tool(argument))
+                return await self._tool(argument)
         except ValueError as error:
             raise ToolError(str(error)) from error
         except TimeoutError as error:
