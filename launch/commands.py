@@ -20,6 +20,7 @@ from megarl.base.results import CommandResult
 from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
+from megarl.config.tasks import played_tasks, with_source_keys
 from megarl.critic.plan import critic_path
 from megarl.data.batches import load_pairs, training_steps
 from megarl.data.check import Checked, check_data, digests_of
@@ -250,14 +251,13 @@ def sandbox_lines(plan: RunPlan) -> list[str]:
     """
     config = plan.config
     lines = list[str]()
-    if config.rollout.name == "program":
-        try:
-            kind = jail.kind_for(config.rollout.args.get("sandbox", jail.AUTO))
-            lines.append(
-                f"Sandbox of rollout.name=program: {kind}; of a program, {jail.unbounded(kind)}"
-            )
-        except ConfigError:
-            pass  # a dry run, on a machine unlike the run's
+    for source, task in played_tasks(config).items():
+        if task.rollout.name != "program":
+            continue
+        key = with_source_keys("rollout.name", config, source)
+        with contextlib.suppress(ConfigError):  # a dry run, on a machine unlike the run's
+            kind = jail.kind_for(task.rollout.args.get("sandbox", jail.AUTO))
+            lines.append(f"Sandbox of {key}=program: {kind}; of a program, {jail.unbounded(kind)}")
     if any(part.name == code.NAME for part in all_parts(config)):
         lines.append(
             f"Sandbox of reward.name={code.NAME}: {jail.BWRAP}; of a program, "

@@ -25,9 +25,11 @@ from megarl.base.rollout_types import (
     episodes,
 )
 from megarl.config.schema import RunConfig, TrainerConfig
+from megarl.config.tasks import tasks_of
 from megarl.data.order import Mixture
 from megarl.rewards.score import (
     CORRECT,
+    FAILED_FRACTION,
     episode_metrics,
     failure_metrics,
     teacher_failures,
@@ -148,29 +150,39 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     )
 
 
-def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
-    """The places of the samples that algorithm.mask_truncated leaves out of the loss."""
-    if not mask_truncated:
-        return set()
-    return {p for p, sample in enumerate(batch.samples) if sample.finish_reason == "length"}
+def masked_places(batch: Batch, config: RunConfig) -> set[int]:
+    """The places of the samples that algorithm.mask_truncated, of the run or their source, leaves
+    out of the loss.
+    """
+    tasks = tasks_of(config)
+    places = set()
+    first = 0
+    for group in batch.groups:
+        if tasks.get(group.source, config).algorithm.mask_truncated:
+            for place, sample in enumerate(group.samples, first):
+                if sample.finish_reason == "length":
+                    places.add(place)
+        first += len(group.samples)
+    return places
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
     """Rewards [G, n] of episodes, float64.
 
-    With `config`, the rewards that training uses instead (rewards/score.py). Raises ValueError if
-    groups have different numbers of episodes.
+    With `config`, the rewards that training uses instead (rewards/score.py), by the tasks of the
+    groups' sources. Raises ValueError if groups have different numbers of episodes.
     """
+    tasks = tasks_of(config) if config else {}
     groups = [episodes(group.samples) for group in batch.groups]
     if len(set(map(len, groups))) != 1:
         raise ValueError(f"groups of step {batch.step} have different numbers of samples")
 
-    def reward(branches: list[SampleSummary]) -> float:
-        if config:
-            return trained_reward(branches, config)
-        return branches[0].reward
-
-    return torch.tensor([list(map(reward, group)) for group in groups], dtype=torch.float64)
+    rewards = []
+    for group, group_episodes in zip(batch.groups, groups, strict=True):
+        task = tasks.get(group.source, config)
+        for branches in group_episodes:
+            rewards.append(trained_reward(branches, task) if task else branches[0].reward)
+    return torch.tensor(rewards, dtype=torch.float64).view(len(groups), -1)
 
 
 def batch_metrics(
@@ -183,8 +195,7 @@ def batch_metrics(
     They cover all groups that were generated for the step, including dropped ones. Only staleness,
     penalties and zero_advantage_fraction are restricted to trained groups. The staleness of a token
     is `version` minus the version that sampled it; the environment's tokens have none. Each episode
-    has one reward, and reward/std is over all of them. rollout/<name> and reward/<name>/mean are
-    means of Sample.metrics and reward_parts over the samples that have them.
+    has one reward, and reward/std is over all of them.
     """
     trained_on = batch_rewards(batch) if shaped_rewards is None else shaped_rewards
     samples = batch.generated
@@ -205,23 +216,15 @@ def batch_metrics(
         "reward/std": rewards.std(correction=0).item(),
         "staleness/mean": fmean(lags, weights=token_counts),
         "staleness/max": float(max(lags)),
-        "response_tokens/mean": tokens / len(samples),
         "environment_tokens/fraction": 1 - own_tokens / tokens,
-        "turns/mean": fmean(sample.turns for sample in samples),
-        "truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
         "zero_advantage_fraction": is_equal.double().mean().item(),
     }
     if shaped_rewards is not None:
         metrics["reward/penalty/mean"] = (batch_rewards(batch) - shaped_rewards).mean().item()
     metrics |= kept_metrics((sample.kept for sample in samples), own_tokens)
-    metrics |= episode_metrics(samples)
     metrics |= failure_metrics(samples)
     metrics |= teacher_failures(samples)
-    for name, value in _means([sample.reward_parts for sample in samples]).items():
-        metrics[f"reward/{name}/mean"] = value
-    for name, value in _means([sample.metrics for sample in samples]).items():
-        metrics[f"rollout/{name}"] = value
-    return metrics
+    return metrics | _sample_means(samples)
 
 
 def step_times(
@@ -281,8 +284,8 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
 
 def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str, float]:
     """For each of several sources: how many of its prompts this step trains on, how many it drops,
-    and the mean reward of both together. `prompts/rested` counts the prompts that the curriculum
-    has left out.
+    and the means over the samples of both together. `prompts/rested` counts the prompts that the
+    curriculum has left out.
     """
     metrics: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
     if len(mixture.names) == 1:
@@ -290,16 +293,34 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
     for number, name in enumerate(mixture.names):
         groups = [group for group in batch.groups if mixture.source(group.ordinal) == number]
         dropped = [group for group in batch.dropped if mixture.source(group.ordinal) == number]
-        rewards = []
-        for group in [*groups, *dropped]:
-            for sample in group.samples:
-                if not sample.branch:
-                    rewards.append(sample.reward)
+        samples = [sample for group in [*groups, *dropped] for sample in group.samples]
         metrics[f"source/{name}/prompts"] = len(groups)
         if dropped:
             metrics[f"source/{name}/dropped"] = len(dropped)
-        if rewards:
+        if samples:
+            rewards = [sample.reward for sample in samples if not sample.branch]
             metrics[f"source/{name}/reward"] = fmean(rewards)
+            metrics |= {f"source/{name}/{key}": x for key, x in _sample_means(samples).items()}
+    return metrics
+
+
+def _sample_means(samples: Sequence[SampleSummary]) -> dict[str, float]:
+    """Means over samples of what their episodes were like.
+
+    rollout/<name> and reward/<name>/mean are those of Sample.metrics and reward_parts, over the
+    samples that have them.
+    """
+    metrics = {
+        "response_tokens/mean": fmean(sample.tokens for sample in samples),
+        "turns/mean": fmean(sample.turns for sample in samples),
+        "truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
+        FAILED_FRACTION: failure_metrics(samples)[FAILED_FRACTION],
+        **episode_metrics(samples),
+    }
+    for name, value in _means([sample.reward_parts for sample in samples]).items():
+        metrics[f"reward/{name}/mean"] = value
+    for name, value in _means([sample.metrics for sample in samples]).items():
+        metrics[f"rollout/{name}"] = value
     return metrics
 
 

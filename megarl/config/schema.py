@@ -1351,9 +1351,7 @@ class SourceRewardConfig:
 class SourceRolloutConfig:
     """How the prompts of one source become samples, where that differs from the section rollout."""
 
-    name: str | None = setting(
-        None, f"as rollout.name, {_FOR_SOURCE} rollout", _ROLLOUTS, MODULE
-    )
+    name: str | None = setting(None, f"as rollout.name, {_FOR_SOURCE} rollout", _ROLLOUTS, MODULE)
     args: dict[str, Any] = field(
         default_factory=dict,
         metadata={
@@ -1362,7 +1360,8 @@ class SourceRolloutConfig:
         },
     )
     max_tokens: int | None = setting(
-        None, f"longest response in tokens, at most rollout.max_tokens, {_FOR_SOURCE} rollout",
+        None,
+        f"longest response in tokens, at most rollout.max_tokens, {_FOR_SOURCE} rollout",
         at_least(1),
     )
     stop: list[str] | None = setting(

@@ -77,6 +77,21 @@ def tasks_of(config: RunConfig) -> dict[str, RunConfig]:
     return {name: task_of(config, name) for name in names or [""]}
 
 
+def played_tasks(config: RunConfig) -> dict[str, RunConfig]:
+    """The tasks with rollouts of their own, by a source that has them: those of training prompts,
+    and under the empty name the run's own, if a held-out set has that.
+    """
+    tasks = tasks_of(config)
+    suites = [suite for suite in config.eval.suites.values() if suite is not None]
+    if config.data.eval or any(suite.task is None for suite in suites):
+        tasks.setdefault("", config)
+    played: dict[str, RunConfig] = {}
+    for source, task in tasks.items():
+        if all(task.rollout != other.rollout for other in played.values()):
+            played[source] = task
+    return played
+
+
 def source_of(config: RunConfig, dataset: str) -> str:
     """The name of the source whose task a dataset has; empty: it has the run's own.
 

@@ -26,6 +26,7 @@ from megarl.algorithms.recipes import needs_one_sequence
 from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence
 from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
+from megarl.config.tasks import task_of
 from megarl.teachers.trainer import BatchScores, Sequences, Teachers
 
 if TYPE_CHECKING:  # this module does not need Megatron, which takes seconds to import
@@ -60,11 +61,13 @@ class BatchSteps:
         Raises RunError if there are branches that the algorithm cannot use.
         """
         setting = needs_one_sequence(self.config.algorithm)
-        if setting and any(sample.branch for sample in batch.samples):
-            raise RunError(
-                f"{setting}: needs episodes of one sequence; "
-                f"rollout.name={self.config.rollout.name} made some with branches"
-            )
+        for group in batch.groups if setting else ():
+            if any(sample.branch for sample in group.samples):
+                rollout = task_of(self.config, group.source).rollout.name
+                raise RunError(
+                    f"{setting}: needs episodes of one sequence; "
+                    f"rollout.name={rollout} made some with branches"
+                )
         return batch_rewards(batch, self.config)
 
     def assign(self, batch: Batch) -> list[list[int]]:
@@ -239,7 +242,7 @@ class BatchSteps:
         return loss.weigh(used_advantages, log_ratio)
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
-        masked = masked_places(batch, self.config.algorithm.mask_truncated)
+        masked = masked_places(batch, self.config)
         sequences = to_train_sequences(
             batch, self.algorithm.advantages(self.rewards(batch)), self.algorithm.skip_zero, masked
         )

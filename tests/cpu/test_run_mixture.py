@@ -80,7 +80,13 @@ def test_each_step_has_its_share_of_each_source(model: Path, tmp_path: Path) -> 
     config = load_config(run_dir / "config.yaml")
     mixture = train_mixture(config)
     sources = load_sources(
-        config, config.data.train, "data.train", mixture, "whole", "prompts", tokens=lambda row: 0
+        config,
+        config.data.train,
+        "data.train",
+        mixture,
+        answers=lambda source: "whole",
+        order="prompts",
+        tokens=lambda source: lambda row: 0,
     )
     lines = trained_ordinals(run_dir)
     assert len(lines) == STEPS and mixture.counts(0, 18) == [6, 4, 8]
