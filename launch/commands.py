@@ -258,10 +258,9 @@ def sandbox_lines(plan: RunPlan) -> list[str]:
         with contextlib.suppress(ConfigError):  # a dry run, on a machine unlike the run's
             kind = jail.kind_for(task.rollout.args.get("sandbox", jail.AUTO))
             lines.append(f"Sandbox of {key}=program: {kind}; of a program, {jail.unbounded(kind)}")
-    if any(part.name == code.NAME for part in all_parts(config)):
+    for part in [part for part in all_parts(config) if part.name == code.NAME][:1]:
         lines.append(
-            f"Sandbox of reward.name={code.NAME}: {jail.BWRAP}; of a program, "
-            f"{jail.unbounded(jail.BWRAP)}"
+            f"Sandbox of {part.setting}: {jail.BWRAP}; of a program, {jail.unbounded(jail.BWRAP)}"
         )
     return lines
 

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.base import Algorithm
+from megarl.algorithms.recipes import recipe_of
 from megarl.base.kept_sets import kept_metrics
 from megarl.base.rollout_types import (
     Batch,
@@ -102,6 +104,27 @@ def cut_into_minibatches(
         order = random.Random(f"{seed}/{step}/{epoch}").sample(range(groups), groups)
         result += [sorted(order[first::count]) for first in range(count)]
     return result
+
+
+def advantages_by_source(
+    batch: Batch, rewards: Tensor, algorithm: Algorithm, config: RunConfig
+) -> Tensor:
+    """Advantages [G, n] from `rewards` [G, n], by the rule of each group's source
+    (algorithm.advantage).
+
+    A rule that divides by a standard deviation over the batch takes it over the groups that have
+    this rule.
+    """
+    rules = {name: recipe_of(task.algorithm).advantage for name, task in tasks_of(config).items()}
+    rule_of_run = recipe_of(config.algorithm).advantage
+    groups_by_rule: dict[str, list[int]] = {}
+    for index, group in enumerate(batch.groups):
+        groups_by_rule.setdefault(rules.get(group.source, rule_of_run), []).append(index)
+    advantages = torch.zeros_like(rewards)
+    for rule, groups in groups_by_rule.items():
+        baseline = algorithm.advantages if rule == rule_of_run else ADVANTAGES[rule]
+        advantages[groups] = baseline(rewards[groups])
+    return advantages
 
 
 def to_train_sequences(

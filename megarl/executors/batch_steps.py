@@ -17,6 +17,7 @@ from megarl.algorithms.advantages import GroupLoss, GroupWeights
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.batches import (
     MiniBatch,
+    advantages_by_source,
     batch_rewards,
     masked_places,
     minibatches,
@@ -100,7 +101,7 @@ class BatchSteps:
                 policy = torch.from_numpy(frozen.proximal[place])
                 reference = torch.from_numpy(frozen.reference[place])
                 rewards.view(-1)[place] -= self.algorithm.penalty(policy, reference)
-        advantages = self.algorithm.advantages(rewards)
+        advantages = advantages_by_source(batch, rewards, self.algorithm, self.config)
         if self.algorithm.penalizes_rewards:
             weights = advantages.flatten().tolist()
             sequences = {
@@ -243,9 +244,10 @@ class BatchSteps:
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
         masked = masked_places(batch, self.config)
-        sequences = to_train_sequences(
-            batch, self.algorithm.advantages(self.rewards(batch)), self.algorithm.skip_zero, masked
+        advantages = advantages_by_source(
+            batch, self.rewards(batch), self.algorithm, self.config
         )
+        sequences = to_train_sequences(batch, advantages, self.algorithm.skip_zero, masked)
         return sequences, minibatches(
             batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed, masked
         )

@@ -1,0 +1,62 @@
+"""A game for configs/examples/sources.yaml: find a hidden number from 1 to 9. `ask` is its tool.
+Run as a program, the file prints rows with demonstrations; with the argument eval, of games that
+are in no other rows.
+
+The prompt "4711?" names a game. The policy asks "<4711 5>" and reads "lower;", "higher;" or
+"right;", at most four times, and answers with the number. Two of ten demonstrations ask for the
+middle of what is left; the others ask at random.
+"""
+
+import json
+import random
+import sys
+
+
+def hidden(game: str) -> int:
+    return random.Random(game).randint(1, 9)
+
+
+def ask(text: str) -> str:
+    game, _, guess = text.partition(" ")
+    if not guess.isdecimal():
+        raise ValueError("ask for a number")
+    number = hidden(game)
+    if int(guess) == number:
+        return "right"
+    return "higher" if number > int(guess) else "lower"
+
+
+def demonstration(game: str, noise: random.Random) -> list[str]:
+    """Texts of the policy and of the tool, in turn."""
+    clever = noise.random() < 0.2
+    low = 1
+    high = 9
+    texts = []
+    for _ in range(4):
+        guess = (low + high) // 2 if clever else noise.randint(1, 9)
+        reply = ask(f"{game} {guess}")
+        texts += [f"<{game} {guess}>", f"{reply};"]
+        if reply == "right":
+            break
+        if reply == "higher":
+            low = guess + 1
+        else:
+            high = guess - 1
+    return [*texts, str(guess)]
+
+
+def main(held_out: bool) -> None:
+    noise = random.Random(0)
+    for _ in range(100 if held_out else 10000):
+        last_digit = 0 if held_out else noise.randint(1, 9)
+        game = f"{noise.randint(100, 999)}{last_digit}"
+        row = {
+            "question": f"{game}?",
+            "answer": str(hidden(game)),
+            "demonstration": demonstration(game, noise),
+        }
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main(held_out=sys.argv[1:] == ["eval"])
