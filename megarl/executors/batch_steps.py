@@ -244,9 +244,7 @@ class BatchSteps:
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
         masked = masked_places(batch, self.config)
-        advantages = advantages_by_source(
-            batch, self.rewards(batch), self.algorithm, self.config
-        )
+        advantages = advantages_by_source(batch, self.rewards(batch), self.algorithm, self.config)
         sequences = to_train_sequences(batch, advantages, self.algorithm.skip_zero, masked)
         return sequences, minibatches(
             batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed, masked
