@@ -1,6 +1,6 @@
 """A game for configs/examples/sources.yaml: find a hidden number from 1 to 9. `ask` is its tool.
-Run as a program, the file prints rows with demonstrations; with the argument eval, of games that
-are in no other rows.
+As a program, the file writes games.jsonl and held_out_games.jsonl, with demonstrations, to the
+folder that its argument names.
 
 The prompt "4711?" names a game. The policy asks "<4711 5>" and reads "lower;", "higher;" or
 "right;", at most four times, and answers with the number. Two of ten demonstrations ask for the
@@ -10,6 +10,8 @@ middle of what is left; the others ask at random.
 import json
 import random
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 
 def hidden(game: str) -> int:
@@ -45,18 +47,20 @@ def demonstration(game: str, noise: random.Random) -> list[str]:
     return [*texts, str(guess)]
 
 
-def main(held_out: bool) -> None:
+def rows(count: int, last_digits: str) -> Iterator[dict[str, object]]:
     noise = random.Random(0)
-    for _ in range(100 if held_out else 10000):
-        last_digit = 0 if held_out else noise.randint(1, 9)
-        game = f"{noise.randint(100, 999)}{last_digit}"
-        row = {
+    for _ in range(count):
+        game = f"{noise.randint(100, 999)}{noise.choice(last_digits)}"
+        yield {
             "question": f"{game}?",
             "answer": str(hidden(game)),
             "demonstration": demonstration(game, noise),
         }
-        print(json.dumps(row))
 
 
 if __name__ == "__main__":
-    main(held_out=sys.argv[1:] == ["eval"])
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, split in (("games", rows(10000, "123456789")), ("held_out_games", rows(100, "0"))):
+        lines = "".join(f"{json.dumps(row)}\n" for row in split)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
