@@ -20,6 +20,7 @@ from megarl.base.results import CommandResult
 from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
+from megarl.config.tasks import played_tasks, with_source_keys
 from megarl.critic.plan import critic_path
 from megarl.data.batches import load_pairs, training_steps
 from megarl.data.check import Checked, check_data, digests_of
@@ -250,18 +251,16 @@ def sandbox_lines(plan: RunPlan) -> list[str]:
     """
     config = plan.config
     lines = list[str]()
-    if config.rollout.name == "program":
-        try:
-            kind = jail.kind_for(config.rollout.args.get("sandbox", jail.AUTO))
-            lines.append(
-                f"Sandbox of rollout.name=program: {kind}; of a program, {jail.unbounded(kind)}"
-            )
-        except ConfigError:
-            pass  # a dry run, on a machine unlike the run's
-    if any(part.name == code.NAME for part in all_parts(config)):
+    for source, task in played_tasks(config).items():
+        if task.rollout.name != "program":
+            continue
+        key = with_source_keys("rollout.name", config, source)
+        with contextlib.suppress(ConfigError):  # a dry run, on a machine unlike the run's
+            kind = jail.kind_for(task.rollout.args.get("sandbox", jail.AUTO))
+            lines.append(f"Sandbox of {key}=program: {kind}; of a program, {jail.unbounded(kind)}")
+    for part in [part for part in all_parts(config) if part.name == code.NAME][:1]:
         lines.append(
-            f"Sandbox of reward.name={code.NAME}: {jail.BWRAP}; of a program, "
-            f"{jail.unbounded(jail.BWRAP)}"
+            f"Sandbox of {part.setting}: {jail.BWRAP}; of a program, {jail.unbounded(jail.BWRAP)}"
         )
     return lines
 

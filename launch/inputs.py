@@ -18,7 +18,8 @@ from megarl.agents.program import PROGRAM
 from megarl.base.coroutines import run_coroutine
 from megarl.config.algorithms import ALGORITHMS
 from megarl.config.errors import ConfigError, RunError, problems_of
-from megarl.config.schema import OF_HUBS, RunConfig
+from megarl.config.schema import OF_HUBS, RolloutConfig, RunConfig
+from megarl.config.tasks import source_of, task_of
 from megarl.critic.plan import critic_path
 from megarl.data.check import Checked, check_data
 from megarl.data.rows import Row
@@ -36,7 +37,7 @@ from megarl.rewards.score import (
     Score,
     ScoreRequest,
     parts_in_evaluation,
-    parts_of,
+    parts_of_source,
 )
 from megarl.roles.plan import ServedRole, read_as
 from megarl.rollouts.environments.loading import check_rollout
@@ -191,19 +192,16 @@ def try_rewards(
     If `thorough`, scores several rows, also with built-in rules. Raises ConfigError for all
     mistakes that would end the run, once for each function.
     """
-    if config.rollout.name in OF_HUBS:
-        return []  # the environment gives the reward
-    if config.rollout.name == PROGRAM and config.rollout.args.get("reward") == PROGRAM:
-        return []  # the program gives the reward
     rows_by_part: dict[RewardPart, list[tuple[Checked, list[Row]]]] = {}
     for checked in datasets:
         rows = [row for row in checked.first if isinstance(row, Row)]
-        if not rows:
+        source = source_of(config, checked.key)
+        if not rows or _rewards_itself(task_of(config, source).rollout):
             continue
         if not thorough:
             rows = rows[:1]
         if checked.key.startswith("data.train"):
-            parts = parts_of(config.reward)
+            parts = parts_of_source(config, source)
         else:
             parts = parts_in_evaluation(config, checked.key.removeprefix("eval.suites."))
         for part in parts:
@@ -218,6 +216,13 @@ def try_rewards(
     with tempfile.TemporaryDirectory(prefix="megarl-trial-") as logs:
         one_worker = replace(config, reward=replace(config.reward, workers=1))
         return run_coroutine(_try_parts(one_worker, rows_by_part, tokenizer, Path(logs)))
+
+
+def _rewards_itself(rollout: RolloutConfig) -> bool:
+    """Whether the environment or the program gives the reward."""
+    return rollout.name in OF_HUBS or (
+        rollout.name == PROGRAM and rollout.args.get("reward") == PROGRAM
+    )
 
 
 async def _try_parts(

@@ -24,6 +24,7 @@ from megarl.config.errors import ConfigError, RunError, problems_of, unreadable
 from megarl.config.limits import path_of
 from megarl.config.load import ConfigSource, load_config, override_text, read_config
 from megarl.config.schema import RunConfig
+from megarl.config.tasks import tasks_of, with_source_keys
 from megarl.launch.gpus import gpus
 from megarl.launch.nodes import this_node
 from megarl.launch.watch import Stopped
@@ -32,6 +33,7 @@ from megarl.plan.checks import COMMAND_CHECKS, problems_by_group
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import with_one_gpu_shared
 from megarl.plan.weights import scores_checkpoint, warm_start_due
+from megarl.rewards.score import trained_parts
 
 __all__ = [
     "CommandResult",
@@ -168,9 +170,22 @@ def train(
             f"reward={run.config.reward.name}: does not count beside {parts}: name it as one of "
             "the parts instead"
         )
+    _check_used("reward", reward, "reward.name", {part.key for part in trained_parts(run.config)})
+    rollouts = {
+        with_source_keys("rollout.name", run.config, source) for source in tasks_of(run.config)
+    }
+    _check_used("rollout", rollout, "rollout.name", rollouts)
     with _signals_as_stops():
         commands.train(run)
     return Run(run.config.run_dir)
+
+
+def _check_used(argument: str, value: object, key: str, used_keys: set[str]) -> None:
+    """Raises ConfigError if `value` is given and each source has its own in its place."""
+    if value is not None and key not in used_keys:
+        raise ConfigError(
+            f"{argument}: does not count: each source in data.train.sources has its own {key}"
+        )
 
 
 def sft(config: ConfigSource, *overrides: str) -> Path:

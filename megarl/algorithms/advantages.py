@@ -15,6 +15,8 @@ from torch.nn.functional import softplus
 from megarl.config.algorithms import CRITIC
 
 _SMALLEST_STD = 1e-6
+Baseline = Callable[[Tensor], Tensor]
+"""Rewards [G, n] of n samples for each of G prompts -> their advantages [G, n]."""
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 """(advantages [G, n], log_ratio [G, n], beta) -> losses [G] of the prompts, with log_ratio = log
 pi(y) - log ref(y) of whole responses.
@@ -70,7 +72,7 @@ def best_and_worst(rewards: Tensor) -> Tensor:
     return best(rewards) - best(-rewards)
 
 
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+ADVANTAGES: dict[str, Baseline] = {
     "mean": mean_baseline,
     "normalized": normalized,
     "batch_normalized": batch_normalized,
@@ -78,9 +80,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def advantages_of_sets(
-    baseline: Callable[[Tensor], Tensor], sets: Sequence[Sequence[float]]
-) -> list[list[float]]:
+def advantages_of_sets(baseline: Baseline, sets: Sequence[Sequence[float]]) -> list[list[float]]:
     """`baseline` on each of several sets of rewards, which may differ in size.
 
     A set of one reward has the advantage 0, since there is nothing to compare it with.
@@ -115,7 +115,7 @@ def nothing(rewards: Tensor) -> Tensor:
     return torch.zeros_like(rewards)
 
 
-CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
+CHOICES: dict[str, Baseline] = {
     "best": best,
     "best_and_worst": best_and_worst,
     CRITIC: undivided,

@@ -5,12 +5,11 @@ They are pure functions on tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from megarl.algorithms.advantages import GroupLoss
+from megarl.algorithms.advantages import Baseline, GroupLoss
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import TeacherTokens
 
@@ -116,12 +115,9 @@ class Algorithm(Protocol):
         """
         ...
 
-    def advantages(self, rewards: Tensor) -> Tensor:
-        """Advantages [G, n] of n samples for each of G prompts, from their rewards [G, n]."""
-        ...
-
-    def advantages_of_sets(self, sets: Sequence[Sequence[float]]) -> list[list[float]]:
-        """As `advantages`, of sets of rewards that differ in size."""
+    @property
+    def baseline(self) -> Baseline:
+        """The rule for advantages."""
         ...
 
     def loss(self, logprobs: Tensor, microbatch: LossInputs) -> LossOutput:

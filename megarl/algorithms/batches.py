@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages import ADVANTAGES, Baseline, advantages_of_sets
 from megarl.algorithms.base import Algorithm
+from megarl.algorithms.recipes import recipe_of
 from megarl.base.kept_sets import kept_metrics
 from megarl.base.rollout_types import (
     Batch,
@@ -27,10 +29,12 @@ from megarl.base.rollout_types import (
 )
 from megarl.config.algorithms import PROCESS
 from megarl.config.schema import RunConfig, TrainerConfig
+from megarl.config.tasks import tasks_of
 from megarl.data.order import Mixture
 from megarl.rewards.credit import compared_turns, returns
 from megarl.rewards.score import (
     CORRECT,
+    FAILED_FRACTION,
     episode_metrics,
     failure_metrics,
     teacher_failures,
@@ -105,27 +109,64 @@ def cut_into_minibatches(
     return result
 
 
+def groups_by_baseline(
+    groups: Sequence[GroupSummary], algorithm: Algorithm, config: RunConfig
+) -> list[tuple[Baseline, list[int]]]:
+    """Each rule for advantages with the indices of the groups that have it: those of the sources
+    that set algorithm.advantage, and the run's own for all others.
+    """
+    rule_of_run = recipe_of(config.algorithm).advantage
+    rules = {name: recipe_of(task.algorithm).advantage for name, task in tasks_of(config).items()}
+    indices_by_rule: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        indices_by_rule.setdefault(rules.get(group.source, rule_of_run), []).append(index)
+    result = []
+    for rule, indices in indices_by_rule.items():
+        baseline = algorithm.baseline if rule == rule_of_run else ADVANTAGES[rule]
+        result.append((baseline, indices))
+    return result
+
+
+def advantages_by_source(
+    batch: Batch, rewards: Tensor, algorithm: Algorithm, config: RunConfig
+) -> Tensor:
+    """Advantages [G, n] from `rewards` [G, n], by the rule of each group's source
+    (algorithm.advantage).
+
+    A rule that divides by a standard deviation over the batch takes it over the groups that have
+    this rule.
+    """
+    advantages = torch.zeros_like(rewards)
+    for baseline, indices in groups_by_baseline(batch.groups, algorithm, config):
+        advantages[indices] = baseline(rewards[indices])
+    return advantages
+
+
 def turn_advantages(
     groups: Sequence[GroupSummary], algorithm: Algorithm, config: RunConfig
 ) -> list[list[float]]:
-    """[samples of all groups][turns of the sample] advantages with credit by turn. Those of turns
-    that are learned in another branch are arbitrary.
+    """[samples of all groups][turns of the sample] advantages with credit by turn, by the rule of
+    each group's source. Those of turns that are learned in another branch are arbitrary.
 
-    With credit=process they are the sums over the turn and all later ones of what the algorithm's
-    baseline makes of their rewards (DeepSeekMath, arXiv:2402.03300, section 4.1.3).
+    With credit=process they are the sums over the turn and all later ones of what the rule makes
+    of their rewards (DeepSeekMath, arXiv:2402.03300, section 4.1.3).
     """
-    sets = []
-    advantages: list[list[float]] = []
-    for group in groups:
-        for compared_set in compared_turns(group.samples, config):
-            sets.append(
-                [turn._replace(sample=len(advantages) + turn.sample) for turn in compared_set]
-            )
-        advantages += [[0.0] * len(sample.turns_or_one) for sample in group.samples]
-    rows = algorithm.advantages_of_sets([[turn.value for turn in turns] for turns in sets])
-    for compared_set, row in zip(sets, rows, strict=True):
-        for turn, advantage in zip(compared_set, row, strict=True):
-            advantages[turn.sample][turn.number] = advantage
+    tasks = tasks_of(config)
+    starts = [0, *accumulate(len(group.samples) for group in groups)]
+    samples = [sample for group in groups for sample in group.samples]
+    advantages = [[0.0] * len(sample.turns_or_one) for sample in samples]
+    for baseline, indices in groups_by_baseline(groups, algorithm, config):
+        sets = []
+        for index in indices:
+            task = tasks.get(groups[index].source, config)
+            for compared_set in compared_turns(groups[index].samples, task):
+                sets.append(
+                    [turn._replace(sample=starts[index] + turn.sample) for turn in compared_set]
+                )
+        rows = advantages_of_sets(baseline, [[turn.value for turn in turns] for turns in sets])
+        for compared_set, row in zip(sets, rows, strict=True):
+            for turn, advantage in zip(compared_set, row, strict=True):
+                advantages[turn.sample][turn.number] = advantage
     if config.algorithm.credit == PROCESS:
         advantages = [returns(row, gamma=1.0) for row in advantages]
     return advantages
@@ -202,29 +243,39 @@ def _train_sequence(
     )
 
 
-def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
-    """The places of the samples that algorithm.mask_truncated leaves out of the loss."""
-    if not mask_truncated:
-        return set()
-    return {p for p, sample in enumerate(batch.samples) if sample.finish_reason == "length"}
+def masked_places(batch: Batch, config: RunConfig) -> set[int]:
+    """The places of the samples that algorithm.mask_truncated, of the run or their source, leaves
+    out of the loss.
+    """
+    tasks = tasks_of(config)
+    places = set()
+    first = 0
+    for group in batch.groups:
+        if tasks.get(group.source, config).algorithm.mask_truncated:
+            for place, sample in enumerate(group.samples, first):
+                if sample.finish_reason == "length":
+                    places.add(place)
+        first += len(group.samples)
+    return places
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
     """Rewards [G, n] of episodes, float64.
 
-    With `config`, the rewards that training uses instead (rewards/score.py). Raises ValueError if
-    groups have different numbers of episodes.
+    With `config`, the rewards that training uses instead (rewards/score.py), by the tasks of the
+    groups' sources. Raises ValueError if groups have different numbers of episodes.
     """
+    tasks = tasks_of(config) if config else {}
     groups = [episodes(group.samples) for group in batch.groups]
     if len(set(map(len, groups))) != 1:
         raise ValueError(f"groups of step {batch.step} have different numbers of samples")
 
-    def reward(branches: list[SampleSummary]) -> float:
-        if config:
-            return trained_reward(branches, config)
-        return branches[0].reward
-
-    return torch.tensor([list(map(reward, group)) for group in groups], dtype=torch.float64)
+    rewards = []
+    for group, group_episodes in zip(batch.groups, groups, strict=True):
+        task = tasks.get(group.source, config)
+        for branches in group_episodes:
+            rewards.append(trained_reward(branches, task) if task else branches[0].reward)
+    return torch.tensor(rewards, dtype=torch.float64).view(len(groups), -1)
 
 
 def batch_metrics(
@@ -237,8 +288,7 @@ def batch_metrics(
     They cover all groups that were generated for the step, including dropped ones. Only staleness,
     penalties and zero_advantage_fraction are restricted to trained groups. The staleness of a token
     is `version` minus the version that sampled it; the environment's tokens have none. Each episode
-    has one reward, and reward/std is over all of them. rollout/<name> and reward/<name>/mean are
-    means of Sample.metrics and reward_parts over the samples that have them.
+    has one reward, and reward/std is over all of them.
     """
     trained_on = batch_rewards(batch) if shaped_rewards is None else shaped_rewards
     samples = batch.generated
@@ -259,23 +309,15 @@ def batch_metrics(
         "reward/std": rewards.std(correction=0).item(),
         "staleness/mean": fmean(lags, weights=token_counts),
         "staleness/max": float(max(lags)),
-        "response_tokens/mean": tokens / len(samples),
         "environment_tokens/fraction": 1 - own_tokens / tokens,
-        "turns/mean": fmean(sample.turns for sample in samples),
-        "truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
         "zero_advantage_fraction": is_equal.double().mean().item(),
     }
     if shaped_rewards is not None:
         metrics["reward/penalty/mean"] = (batch_rewards(batch) - shaped_rewards).mean().item()
     metrics |= kept_metrics((sample.kept for sample in samples), own_tokens)
-    metrics |= episode_metrics(samples)
     metrics |= failure_metrics(samples)
     metrics |= teacher_failures(samples)
-    for name, value in _means([sample.reward_parts for sample in samples]).items():
-        metrics[f"reward/{name}/mean"] = value
-    for name, value in _means([sample.metrics for sample in samples]).items():
-        metrics[f"rollout/{name}"] = value
-    return metrics
+    return metrics | _sample_means(samples)
 
 
 def step_times(
@@ -335,8 +377,8 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
 
 def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str, float]:
     """For each of several sources: how many of its prompts this step trains on, how many it drops,
-    and the mean reward of both together. `prompts/rested` counts the prompts that the curriculum
-    has left out.
+    and the means over the samples of both together. `prompts/rested` counts the prompts that the
+    curriculum has left out.
     """
     metrics: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
     if len(mixture.names) == 1:
@@ -344,16 +386,34 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
     for number, name in enumerate(mixture.names):
         groups = [group for group in batch.groups if mixture.source(group.ordinal) == number]
         dropped = [group for group in batch.dropped if mixture.source(group.ordinal) == number]
-        rewards = []
-        for group in [*groups, *dropped]:
-            for sample in group.samples:
-                if not sample.branch:
-                    rewards.append(sample.reward)
+        samples = [sample for group in [*groups, *dropped] for sample in group.samples]
         metrics[f"source/{name}/prompts"] = len(groups)
         if dropped:
             metrics[f"source/{name}/dropped"] = len(dropped)
-        if rewards:
+        if samples:
+            rewards = [sample.reward for sample in samples if not sample.branch]
             metrics[f"source/{name}/reward"] = fmean(rewards)
+            metrics |= {f"source/{name}/{key}": x for key, x in _sample_means(samples).items()}
+    return metrics
+
+
+def _sample_means(samples: Sequence[SampleSummary]) -> dict[str, float]:
+    """Means over samples of what their episodes were like.
+
+    rollout/<name> and reward/<name>/mean are those of Sample.metrics and reward_parts, over the
+    samples that have them.
+    """
+    metrics = {
+        "response_tokens/mean": fmean(sample.tokens for sample in samples),
+        "turns/mean": fmean(sample.turns for sample in samples),
+        "truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
+        FAILED_FRACTION: failure_metrics(samples)[FAILED_FRACTION],
+        **episode_metrics(samples),
+    }
+    for name, value in _means([sample.reward_parts for sample in samples]).items():
+        metrics[f"reward/{name}/mean"] = value
+    for name, value in _means([sample.metrics for sample in samples]).items():
+        metrics[f"rollout/{name}"] = value
     return metrics
 
 

@@ -5,14 +5,14 @@ and supervised learning.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import GroupLoss, advantages_of_sets
+from megarl.algorithms.advantages import Baseline, GroupLoss
 from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import Distillation
@@ -109,7 +109,7 @@ class PolicyGradient:
     weigh: Rule
     rho_min: float
     rho: float
-    baseline: Callable[[Tensor], Tensor]
+    baseline: Baseline
     loss_mean: str = "token"
     kl_coef: float = 0.0
     kl: str = "loss"
@@ -162,9 +162,6 @@ class PolicyGradient:
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return self.baseline(rewards)
-
-    def advantages_of_sets(self, sets: Sequence[Sequence[float]]) -> list[list[float]]:
-        return advantages_of_sets(self.baseline, sets)
 
     def loss(self, logprobs: Tensor, microbatch: LossInputs) -> LossOutput:
         """Loss whose gradient is -sum_t w A grad log pi, with w from `weigh` and `ratio`, plus

@@ -314,6 +314,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
     ordinal: Ordinal
     prompt_tokens: int
     samples: list[SampleSummary]  # [n], or more where episodes have branches
+    source: str = ""  # of its prompt
 
 
 class GroupTexts(msgspec.Struct, frozen=True):

@@ -58,6 +58,10 @@ rollout.stop | rollout_stop stop_strings |
 rollout.name | multi_turn.enable rollout_function_path custom_generate_function_path agent_func_path
     max_rollout_turns env_class train.env.name train.env.id harness taskset | an environment of
     verifiers or openenv, tool_calls, program, or ./file.py:function; its arguments are rollout.args
+data.train.sources.NAME.rollout.name | env envs environments | a section of data.train.sources for
+    each environment, with its source, rollout and reward
+data.train.sources.NAME.reward.name | data_source data.reward_fn_key reward_fn_key | a section of
+    data.train.sources for each kind of rows, with its source and reward
 rollout.dynamic_sampling | algorithm.filter_groups.enable dynamic_sampling_filter_path
     dynamic_filtering algorithm.filter_groups.metric filter_groups.metric
     dynamic_filtering_reward_range | true; groups whose rewards are all equal are replaced

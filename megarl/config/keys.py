@@ -82,22 +82,27 @@ def section_of(key: str) -> Section | None:
     return None
 
 
-def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
+def concrete(tree: Mapping[str, Any]) -> Iterator[Setting]:
     """Every setting of the configuration `tree` (nested mappings).
 
     A setting below NAME comes once for each name in the tree.
     """
     for key, setting in settings().items():
-        parent, _, inner_key = key.partition(f".{NAME}.")
-        if not inner_key:
-            yield setting
-            continue
-        named: Any = tree
-        for name in field_path(parent).split("."):
-            named = named[name] if named else {}
-        for name in named or {}:
-            if named[name] is not None:
-                yield dataclasses.replace(setting, key=f"{parent}.{name}.{inner_key}")
+        for concrete_key in _named("", key, tree):
+            yield dataclasses.replace(setting, key=concrete_key)
+
+
+def _named(prefix: str, key: str, config: RunConfig | Mapping[str, Any]) -> Iterator[str]:
+    """`prefix` with `key` behind it, once for each choice of the names in `config` for the NAMEs of
+    `key`.
+    """
+    parent, _, inner_key = key.partition(f".{NAME}.")
+    if not inner_key:
+        yield f"{prefix}{key}"
+        return
+    for name, section in (value_at(config, f"{prefix}{parent}") or {}).items():
+        if section is not None:
+            yield from _named(f"{prefix}{parent}.{name}.", inner_key, config)
 
 
 def outer_sections(key: str) -> list[Section]:
@@ -109,10 +114,10 @@ def outer_sections(key: str) -> list[Section]:
 
 def general(key: str) -> str:
     """`key` with NAME in place of the user's names."""
-    for section in sections().values():
+    for section in sections().values():  # outer sections come before inner ones
         if section.many and key.startswith(f"{section.key}."):
             _, *inner_names = key[len(section.key) + 1 :].split(".")
-            return ".".join([section.key, NAME, *inner_names])
+            key = ".".join([section.key, NAME, *inner_names])
     return key
 
 
@@ -126,7 +131,7 @@ def field_path(key: str) -> str:
     return key
 
 
-def value_at(config: RunConfig, key: str) -> Any:
+def value_at(config: RunConfig | Mapping[str, Any], key: str) -> Any:
     """The value of `key`, or None if an optional section above it is null or missing."""
 
     def below(node: Any, name: str) -> Any:
@@ -157,13 +162,7 @@ def keys_of(config: RunConfig) -> list[str]:
     """The keys of all settings. A key with NAME comes once for each name in `config`."""
     keys = []
     for key in settings():
-        parent, _, inner_key = key.partition(f".{NAME}.")
-        if not inner_key:
-            keys.append(key)
-            continue
-        for name, section in (value_at(config, parent) or {}).items():
-            if section is not None:
-                keys.append(f"{parent}.{name}.{inner_key}")
+        keys += _named("", key, config)
     return keys
 
 

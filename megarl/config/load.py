@@ -49,9 +49,9 @@ from megarl.roles.settings import flat
 
 # paths in the arguments of built-in rollouts
 _ROLLOUT_PATHS = {
-    "rollout.args.tool": MODULE,
-    "rollout.args.folder": INPUT,
-    "rollout.args.readable": INPUT,
+    f"{section}.args.{name}": kind
+    for section in ("rollout", "data.train.sources.NAME.rollout")
+    for name, kind in (("tool", MODULE), ("folder", INPUT), ("readable", INPUT))
 }
 
 
@@ -74,7 +74,7 @@ def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any
         return {
             name: located(f"{key}.{name}", item, file, problems) for name, item in inner.items()
         }
-    if isinstance(value, list) and key in _ROLLOUT_PATHS:
+    if isinstance(value, list) and general(key) in _ROLLOUT_PATHS:
         return [located(key, item, file, problems) for item in value]
     inner_key = _in_sft(key)[1]
     kind = _kind(inner_key or key)
@@ -114,8 +114,8 @@ def shipped(path: Path) -> Path:
 
 
 def _kind(key: str) -> str:
-    if key in _ROLLOUT_PATHS:
-        return _ROLLOUT_PATHS[key]
+    if general(key) in _ROLLOUT_PATHS:
+        return _ROLLOUT_PATHS[general(key)]
     setting = setting_of(key)
     if setting:
         return setting.path
@@ -481,6 +481,7 @@ _FREE = tuple(  # mappings whose keys are defined elsewhere
         "generator.server_args",
         "generator.groups.NAME.server_args",
         "rollout.args",
+        "data.train.sources.NAME.rollout.args",
         "trainer.megatron",
         "trainer.ddp",
         "trainer.optimizer.megatron",

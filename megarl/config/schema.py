@@ -150,6 +150,9 @@ class MixedConfig(LearnedConfig):
         "instead of a weight: how many prompts of each step come from this source",
         at_least(1),
     )
+    reward: SourceRewardConfig = field(default_factory=lambda: SourceRewardConfig())
+    rollout: SourceRolloutConfig = field(default_factory=lambda: SourceRolloutConfig())
+    algorithm: SourceAlgorithmConfig = field(default_factory=lambda: SourceAlgorithmConfig())
 
 
 MIXED = "sources"  # as source
@@ -228,6 +231,13 @@ OF_HUBS = ("verifiers", "openenv")
 BY_CALLS = ("program", *OF_HUBS)
 
 
+_ROLLOUTS = one_of(
+    "single_turn",
+    "tool_calls",
+    *BY_CALLS,
+    or_like=IMPORT_PATH,
+    written="package.module:function, ./file.py:function",
+)
 _TOP_P = between(0, 1, open_low=True)
 _TOP_K = Limit(
     f"-1, or from 2 to {MOST_KEPT}, the most that are recorded",
@@ -245,13 +255,7 @@ class RolloutConfig:
         "with a tool (docs/environments.md); "
         "program: a program of yours that calls the policy by OpenAI's or Anthropic's interface; "
         "verifiers and openenv: an environment of these packages (docs/agents.md)",
-        one_of(
-            "single_turn",
-            "tool_calls",
-            *BY_CALLS,
-            or_like=IMPORT_PATH,
-            written="package.module:function, ./file.py:function",
-        ),
+        _ROLLOUTS,
         MODULE,
     )
     args: dict[str, Any] = field(
@@ -364,6 +368,9 @@ class DistillConfig:
         return 0
 
 
+_BASELINES = ("mean", "normalized", "batch_normalized", "leave_one_out")
+
+
 @dataclass
 class AlgorithmConfig:
     name: str = setting(
@@ -449,7 +456,7 @@ class AlgorithmConfig:
         "batch; leave_one_out: the reward minus"
         " the mean of the prompt's other samples; critic: of each token, from the values of a "
         "critic (section critic); null: the algorithm's own",
-        one_of("mean", "normalized", "batch_normalized", "leave_one_out", CRITIC),
+        one_of(*_BASELINES, CRITIC),
     )
     credit: str = setting(
         OUTCOME,
@@ -1341,6 +1348,83 @@ class RewardConfig:
     overlong_penalty: float = setting(1.0, "see overlong_tokens", between(0, MAX_REWARD))
 
 
+_FOR_SOURCE = "for the prompts of this source; null: as in the section"
+
+
+@dataclass
+class SourceRewardConfig:
+    """How the responses of one source are scored, where that differs from the section reward."""
+
+    name: str | None = setting(
+        None,
+        f"as reward.name, {_FOR_SOURCE} reward. The run's reward.parts then do not count",
+        _REWARDS,
+        MODULE,
+    )
+    parts: dict[str, PartConfig | None] = field(
+        default_factory=dict,
+        metadata={
+            "meaning": "as reward.parts, in place of the run's `name` and `parts`; NAME=null "
+            "removes one"
+        },
+    )
+    failed_score: float | None = setting(
+        None, f"as reward.failed_score, {_FOR_SOURCE} reward", between(-MAX_REWARD, MAX_REWARD)
+    )
+    max_failed_fraction: float | None = setting(
+        None, f"as reward.max_failed_fraction, {_FOR_SOURCE} reward", between(0, 1)
+    )
+    unfinished_penalty: float | None = setting(
+        None, f"as reward.unfinished_penalty, {_FOR_SOURCE} reward", between(0, MAX_REWARD)
+    )
+    unfinished_score: float | None = setting(
+        None, f"as reward.unfinished_score, {_FOR_SOURCE} reward", between(-MAX_REWARD, MAX_REWARD)
+    )
+    overlong_tokens: int | None = setting(
+        None, f"as reward.overlong_tokens, {_FOR_SOURCE} reward", at_least(0)
+    )
+    overlong_penalty: float | None = setting(
+        None, f"as reward.overlong_penalty, {_FOR_SOURCE} reward", between(0, MAX_REWARD)
+    )
+
+
+@dataclass
+class SourceRolloutConfig:
+    """How the prompts of one source become samples, where that differs from the section rollout."""
+
+    name: str | None = setting(None, f"as rollout.name, {_FOR_SOURCE} rollout", _ROLLOUTS, MODULE)
+    args: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "meaning": "keyword arguments of the source's rollout: those of its `name`, or without "
+            "a name, arguments beside the run's rollout.args"
+        },
+    )
+    max_tokens: int | None = setting(
+        None,
+        f"longest response in tokens, at most rollout.max_tokens, {_FOR_SOURCE} rollout",
+        at_least(1),
+    )
+    stop: list[str] | None = setting(
+        None, f"as rollout.stop, {_FOR_SOURCE} rollout; []: none", _STOP
+    )
+    max_failed_fraction: float | None = setting(
+        None, f"as rollout.max_failed_fraction, {_FOR_SOURCE} rollout", between(0, 1)
+    )
+
+
+@dataclass
+class SourceAlgorithmConfig:
+    """How the policy learns from one source, where that differs from the section algorithm."""
+
+    advantage: str | None = setting(
+        None, f"as algorithm.advantage, {_FOR_SOURCE} algorithm", one_of(*_BASELINES)
+    )
+    mask_truncated: bool | None = setting(
+        None, f"as algorithm.mask_truncated, {_FOR_SOURCE} algorithm"
+    )
+
+
 @dataclass
 class WeightsConfig:
     transport: str = setting(
@@ -1447,6 +1531,11 @@ class SuiteConfig(DatasetConfig):
     )
     until: str | None = setting(
         None, "livecodebench: only the problems of this date or earlier; null: all", _DATE
+    )
+    task: str | None = setting(
+        None,
+        "the name of a source in data.train.sources, whose rollout and reward this set has too; "
+        "eval.reward then does not count. null: the run's own",
     )
     samples: int | None = setting(None, "samples per prompt; null: eval.samples", at_least(1))
     temperature: float | None = setting(

@@ -31,13 +31,14 @@ def sft_batches(
     """
     tokenizer = load_tokenizer(config.model)
     size = config.sft.batch_size
+    tokens = demonstration_tokens(tokenizer, spec)
     sources = load_sources(
         config,
         *sft_data(config),
         sft_mixture(config),
-        "none",
-        "sft",
-        demonstration_tokens(tokenizer, spec),
+        answers=lambda source: "none",
+        order="sft",
+        tokens=lambda source: tokens,
     )
     for step in range(first_step, config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)

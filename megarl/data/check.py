@@ -10,6 +10,7 @@ from typing import Any
 from megarl.base.files import HubAway
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DROP, DatasetConfig, PreferenceConfig, RunConfig, SourceConfig
+from megarl.config.tasks import source_of, task_of
 from megarl.data.batches import demonstration_tokens, pair_sets, responses_tokens, sft_data
 from megarl.data.datasets import answers_of, is_local, read_pairs, read_rows
 from megarl.data.order import source_sets
@@ -180,7 +181,8 @@ def _read(
     answers: Answers = "none"
     if command != "sft":
         is_evaluated = not key.startswith("data.train")
-        answers = answers_of(config, is_evaluated, key.removeprefix("eval.suites."))
+        name = key.removeprefix("eval.suites.") if is_evaluated else source_of(config, key)
+        answers = answers_of(config, is_evaluated, name)
     return read_rows(dataset, key, config.seed, answers, config.model, reading, most)
 
 
@@ -239,5 +241,6 @@ def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConf
         evaluation.append((key, dataset, held_out_sampling(config, suite).max_tokens))
     train = []
     for key, source in source_sets(config.data.train, "data.train"):
-        train.append((key, source, config.rollout.max_tokens))
+        task = task_of(config, source_of(config, key))
+        train.append((key, source, task.rollout.max_tokens))
     return evaluation if command == "eval" else [*train, *evaluation]

@@ -22,8 +22,9 @@ from megarl.base.files import HubAway, write_whole
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module
 from megarl.config.schema import RunConfig
+from megarl.config.tasks import tasks_of, with_source_keys
 from megarl.data.rows import ROW_DIGEST_BYTES
-from megarl.rewards.score import parts_of
+from megarl.rewards.score import trained_parts
 
 FILE = "begun_with_data.json"  # in the folder of the job, beside its checkpoints
 ACCEPT = "checkpoint.accept_changed_data"
@@ -47,9 +48,11 @@ KEYS = (
     "model.tokenizer",
     "model.chat_template.name",
     "model.chat_template.arguments",
-    "reward.name",
-    "reward.parts.NAME.name",
-    "rollout.name",
+    *(
+        f"{section}{name}"
+        for section in ("", "data.train.sources.NAME.")
+        for name in ("reward.name", "reward.parts.NAME.name", "rollout.name")
+    ),
 )
 
 
@@ -93,8 +96,10 @@ def contents_of(config: RunConfig, rows: Mapping[str, bytes | None], rewarded: b
     # not at the top: the kit for a GPU has no tokenizers, and reads checkpoints
     from megarl.data.tokenizer import load_tokenizer
 
-    names = {part.key: part.name for part in parts_of(config.reward)}
-    names |= {"rollout.name": config.rollout.name, "algorithm.name": config.algorithm.name}
+    names = {part.key: part.name for part in trained_parts(config)}
+    for source, task in tasks_of(config).items():
+        names[with_source_keys("rollout.name", config, source)] = task.rollout.name
+    names["algorithm.name"] = config.algorithm.name
     try:
         tokenizer = load_tokenizer(config.model)
     except ConfigError as error:

@@ -27,6 +27,7 @@ from megarl.config.schema import (
     RunConfig,
     SourceConfig,
 )
+from megarl.config.tasks import source_of, task_of
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template, name_of
 from megarl.data.rows import (
     WITH_ROW,
@@ -47,7 +48,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import code, ifeval
 from megarl.rewards.code import cases_of
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer, plain
-from megarl.rewards.score import RewardPart, parts_in_evaluation, parts_of
+from megarl.rewards.score import RewardPart, parts_in_evaluation, parts_of_source
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -549,18 +550,21 @@ def _synthetic[R: (Row, Pair)](
     return checked_rows, count
 
 
-def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
-    """The form of reference answers that training or evaluation (of `suite`) needs.
+def answers_of(config: RunConfig, evaluated: bool = False, name: str = "") -> Answers:
+    """The form of reference answers that training (on the source `name`) or evaluation (of the
+    suite `name`) needs.
 
     A verifier, for example, needs the final answer.
     """
-    if config.rollout.name in OF_HUBS:
+    source = source_of(config, f"eval.suites.{name}") if evaluated else name
+    rollout = task_of(config, source).rollout.name
+    if rollout in OF_HUBS:
         return "row"
-    parts = parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward)
+    parts = parts_in_evaluation(config, name) if evaluated else parts_of_source(config, source)
     needs = {_answer_for(part, config) for part in parts}
     forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
     answer_form: Answers = next(form for form in forms if form in needs)
-    gives_row = "whole" in needs or ":" in config.rollout.name or config.rollout.name == "program"
+    gives_row = "whole" in needs or ":" in rollout or rollout == "program"
     return WITH_ROW.get(answer_form, answer_form) if gives_row else answer_form
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from megarl.base.rollout_types import Prompt
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DROP, LearnedConfig, RunConfig
+from megarl.config.tasks import task_of
 from megarl.data.datasets import answers_of, load_rows
 from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
 from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_sampling
@@ -124,21 +125,23 @@ def load_sources(
     dataset: LearnedConfig,
     key: str,
     mixture: Mixture,
-    answers: Answers,
+    answers: Callable[[str], Answers],
     order: str,
-    tokens: Callable[[Row], int],
+    tokens: Callable[[str], Callable[[Row], int]],
 ) -> Sources:
     """All rows of a section's sources.
 
-    If bad rows are dropped, rows for which `tokens` raises are left out. Raises ConfigError with
-    all mistakes in the data.
+    `answers`, `tokens`: what they give for the name of a source is for its rows. If bad rows are
+    dropped, rows for which that of `tokens` raises are left out. Raises ConfigError with all
+    mistakes in the data.
     """
     problems = []
     rows = []
-    for source_key, source in source_sets(dataset, key):
-        reading = dropping(config, tokens)
+    for name, (source_key, source) in zip(mixture.names, source_sets(dataset, key), strict=True):
+        reading = dropping(config, tokens(name))
+        form = answers(name)
         try:
-            rows.append(load_rows(source, source_key, config.seed, answers, config.model, reading))
+            rows.append(load_rows(source, source_key, config.seed, form, config.model, reading))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -167,16 +170,19 @@ def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> P
 
     Raises ConfigError for mistakes in the data.
     """
-    most = config.data.max_prompt_tokens
-    tokens = prompt_tokens(config, tokenizer, spec, config.rollout.max_tokens, most)
+
+    def tokens(source: str) -> Callable[[Row], int]:
+        longest = task_of(config, source).rollout.max_tokens
+        return prompt_tokens(config, tokenizer, spec, longest, config.data.max_prompt_tokens)
+
     sources = load_sources(
         config,
         config.data.train,
         "data.train",
         train_mixture(config),
-        answers_of(config),
-        "prompts",
-        tokens,
+        answers=lambda source: answers_of(config, name=source),
+        order="prompts",
+        tokens=tokens,
     )
     return PromptStream(sources, tokenizer)
 

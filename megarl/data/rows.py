@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import BY_CALLS, OWN_PLACE, DatasetConfig, RunConfig, SuiteConfig
+from megarl.config.tasks import task_of, tasks_of
 from megarl.generator.completions import Sampling
 
 
@@ -336,9 +337,10 @@ _SAMPLED_BY = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 def held_out_sampling(config: RunConfig, suite: SuiteConfig | None) -> Sampling:
     """How a held-out set is sampled: as its suite says, otherwise as `eval`, otherwise as the run.
 
-    The temperature is never the run's.
+    The temperature is never the run's. A suite with a task has the limits of its source.
     """
-    values = {name: getattr(config.rollout, name) for name in _SAMPLED_BY}
+    rollout = task_of(config, (suite.task if suite else None) or "").rollout
+    values = {name: getattr(rollout, name) for name in _SAMPLED_BY}
     for name in _SAMPLED_BY:
         value = getattr(config.eval, name)
         if value is not None:
@@ -353,11 +355,10 @@ def held_out_samplings(config: RunConfig) -> list[Sampling]:
 
 
 def stops_on_text(config: RunConfig) -> bool:
-    """Whether requests may have stop strings, so that engines need the tokenizer: the run's, an
-    evaluation's, or a program's calls'.
+    """Whether requests may have stop strings, so that engines need the tokenizer: the run's, a
+    source's, an evaluation's, or a program's calls'.
     """
-    return (
-        config.rollout.name in BY_CALLS
-        or bool(config.rollout.stop)
-        or any(sampling.stop for sampling in held_out_samplings(config))
+    rollouts = [config.rollout, *(task.rollout for task in tasks_of(config).values())]
+    return any(rollout.name in BY_CALLS or rollout.stop for rollout in rollouts) or any(
+        sampling.stop for sampling in held_out_samplings(config)
     )

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.config.errors import RunError
 from megarl.config.schema import BY_CALLS, RunConfig
+from megarl.config.tasks import source_of, task_of, with_source_keys
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.evaluation.scores import interval
@@ -140,13 +141,16 @@ async def answer_all(
         groups = await asyncio.gather(*map(answer, held_out.prompts))
     samples = [sample for group in groups for sample in group.samples]
     parts = parts_in_evaluation(config, held_out.name)
-    problem = too_many_failures(config.reward, samples, parts)
-    problem = problem or too_many_failed_episodes(config.rollout, samples)
+    source = source_of(config, f"eval.suites.{held_out.name}")
+    task = task_of(config, source)
+    problem = too_many_failures(task.reward, samples, parts)
+    problem = problem or too_many_failed_episodes(task.rollout, samples)
     if problem:
+        problem = with_source_keys(problem, config, source)
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
     graded = any(part.role is not None for part in parts)
     # a program's output may be scored instead
-    scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS
+    scored_by_text = len(parts) == 1 and task.rollout.name not in BY_CALLS
     grader = parts[0].name if scored_by_text else ""
     return {
         **scores(groups, graded, grader),

@@ -17,6 +17,7 @@ from megarl.algorithms.advantages import GroupLoss, GroupWeights
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.batches import (
     MiniBatch,
+    advantages_by_source,
     batch_rewards,
     masked_places,
     minibatches,
@@ -28,6 +29,7 @@ from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence
 from megarl.config.algorithms import OUTCOME
 from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
+from megarl.config.tasks import task_of
 from megarl.teachers.trainer import BatchScores, Sequences, Teachers
 
 if TYPE_CHECKING:  # this module does not need Megatron, which takes seconds to import
@@ -62,11 +64,13 @@ class BatchSteps:
         Raises RunError if there are branches that the algorithm cannot use.
         """
         setting = needs_one_sequence(self.config.algorithm)
-        if setting and any(sample.branch for sample in batch.samples):
-            raise RunError(
-                f"{setting}: needs episodes of one sequence; "
-                f"rollout.name={self.config.rollout.name} made some with branches"
-            )
+        for group in batch.groups if setting else ():
+            if any(sample.branch for sample in group.samples):
+                rollout = task_of(self.config, group.source).rollout.name
+                raise RunError(
+                    f"{setting}: needs episodes of one sequence; "
+                    f"rollout.name={rollout} made some with branches"
+                )
         return batch_rewards(batch, self.config)
 
     def assign(self, batch: Batch) -> list[list[int]]:
@@ -99,7 +103,7 @@ class BatchSteps:
                 policy = torch.from_numpy(frozen.proximal[place])
                 reference = torch.from_numpy(frozen.reference[place])
                 rewards.view(-1)[place] -= self.algorithm.penalty(policy, reference)
-        advantages = self.algorithm.advantages(rewards)
+        advantages = advantages_by_source(batch, rewards, self.algorithm, self.config)
         if self.algorithm.penalizes_rewards:
             weights = advantages.flatten().tolist()
             sequences = {
@@ -244,10 +248,10 @@ class BatchSteps:
         return loss.weigh(used_advantages, log_ratio)
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
-        masked = masked_places(batch, self.config.algorithm.mask_truncated)
+        masked = masked_places(batch, self.config)
         rewards = self.rewards(batch)
         if self.config.algorithm.credit == OUTCOME or self.algorithm.gae is not None:
-            advantages = self.algorithm.advantages(rewards)
+            advantages = advantages_by_source(batch, rewards, self.algorithm, self.config)
         else:
             advantages = turn_advantages(batch.groups, self.algorithm, self.config)
         sequences = to_train_sequences(batch, advantages, self.algorithm.skip_zero, masked)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megarl.base.rollout_types import Group, Ordinal, Version
+from megarl.config.tasks import tasks_of
 from megarl.data.order import Curriculum
 from megarl.data.prompts import held_out_sets, train_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -73,7 +74,11 @@ class GeneratorExecutor:
         self.held_out = []
         if not config.eval.engines:
             self.held_out = held_out_sets(config, self.tokenizer, self.plan.spec)
-        self.sampling = train_sampling(self.plan, self.tokenizer)
+        self.sampling = train_sampling(config, self.tokenizer)
+        self.samplings = {
+            source: train_sampling(task, self.tokenizer)
+            for source, task in tasks_of(config).items()
+        }
         self.curr_step = self.rendezvous.start_step
         elastic = config.generator.on_failure != "fail"
         with self.status.waiting("the engines", "start-up"):
@@ -154,8 +159,9 @@ class GeneratorExecutor:
             await self.fleet.pulse.until(lambda: self._places() != places)
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
+        prompt = self.prompts[ordinal]
         return await self.rollouts_of.training(
-            self.prompts[ordinal], self.sampling, self.plan.config.rollout.n
+            prompt, self.samplings[prompt.source], self.plan.config.rollout.n
         )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

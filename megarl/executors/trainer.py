@@ -30,6 +30,7 @@ from megarl.base.rollout_types import Batch, TrainSequence, Version
 from megarl.base.shared_gpu import GIB, card_bytes, high_water_bytes, take_peak
 from megarl.config.algorithms import OUTCOME
 from megarl.config.errors import RunError
+from megarl.config.tasks import tasks_of
 from megarl.critic.executor import ActorCriticSteps, begin_critic, make_critic
 from megarl.data.order import train_mixture
 from megarl.data.tokenizer import load_tokenizer
@@ -55,7 +56,7 @@ from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.rewards.credit import has_signal, turn_metrics
-from megarl.rewards.score import shapes, too_many_failed_episodes, too_many_failures
+from megarl.rewards.score import failed_source, shapes
 from megarl.roles.settings import TEACHER
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 from megarl.rollouts.channel import texts_of
@@ -211,10 +212,8 @@ class TrainerExecutor:
         """Raises RunError on all ranks if too many scores or episodes failed, or too many prompts
         were dropped. Writes the rollouts first.
         """
-        problem = too_many_failures(
-            self.plan.config.reward, batch.generated, teachers=teachers_of(self.plan.config)
-        )
-        problem = problem or too_many_failed_episodes(self.plan.config.rollout, batch.generated)
+        groups = [*batch.groups, *batch.dropped]
+        problem = failed_source(self.plan.config, groups, [*teachers_of(self.plan.config)])
         problem = problem or too_many_dropped(batch, self.plan.config)
         if problem:
             written = self._write_rollouts(batch) if self.rank == 0 else None
@@ -324,8 +323,8 @@ class TrainerExecutor:
         config = self.plan.config
         trained = sum(result.sequences for result in results) // config.trainer.epochs
         counts = {"samples/trained": trained}
-        if config.algorithm.mask_truncated:
-            counts["samples/masked"] = len(masked_places(batch, True))
+        if any(task.algorithm.mask_truncated for task in tasks_of(config).values()):
+            counts["samples/masked"] = len(masked_places(batch, config))
         return counts
 
     def _accepted_metrics(self, applied: WeightsApplied | None) -> dict[str, float]:

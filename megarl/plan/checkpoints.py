@@ -351,10 +351,10 @@ def scores_to_choose_by(config: RunConfig) -> list[str]:
     """The keys in metrics.jsonl of held-out scores that are better when higher, so that they can
     decide which checkpoint of a run is the best (checkpoint.keep_best).
     """
-    # if so, no answer counts as right or wrong
-    graded = any(part.role is not None for part in parts_in_evaluation(config))
     keys: list[str] = []
     for name, _, _, suite in held_out(config):
+        # if so, no answer counts as right or wrong
+        graded = any(part.role is not None for part in parts_in_evaluation(config, name))
         samples = (suite.samples if suite else None) or config.eval.samples
         scores = ["reward/mean"]
         if not graded and samples > 1:
@@ -388,6 +388,9 @@ def check_best(config: RunConfig) -> Iterable[str]:
         )
 
 
+_TASKS = tuple(
+    f"data.train.sources.NAME.{section}." for section in ("reward", "rollout", "algorithm")
+)
 # Checkpoints, the order of prompts and the meaning of the reward depend on these settings. Parallel
 # sizes may change.
 FIXED_KEYS = (
@@ -396,7 +399,11 @@ FIXED_KEYS = (
     "model.dtype",
     "trainer.mtp",
     *(f"lora.{key}" for key in ("rank", "alpha", "targets", "experts", "init")),
-    *(key for key in settings() if key.startswith(("data.train.", "data.curriculum."))),
+    *(
+        key
+        for key in settings()
+        if key.startswith(("data.train.", "data.curriculum.")) and not key.startswith(_TASKS)
+    ),
     "data.shuffle",
     "data.bad_rows",
     "algorithm.name",
@@ -404,10 +411,16 @@ FIXED_KEYS = (
     "algorithm.distill.top_k",
     "rollout.prompts_per_step",
     "rollout.n",
-    "reward.name",
-    "reward.parts.NAME.name",
-    "reward.parts.NAME.weight",
-    "rollout.name",
+    *(
+        f"{section}{key}"
+        for section in ("", "data.train.sources.NAME.")
+        for key in (
+            "reward.name",
+            "reward.parts.NAME.name",
+            "reward.parts.NAME.weight",
+            "rollout.name",
+        )
+    ),
     "roles.NAME.role",
     "roles.NAME.path",
     "roles.NAME.on",
@@ -416,6 +429,7 @@ FIXED_KEYS = (
 # Samples and scores depend on these settings too.
 _SCORING_KEYS = (
     "rollout.args",
+    "data.train.sources.NAME.rollout.args",
     *(
         f"roles.NAME.{key}"
         for key in (
@@ -436,6 +450,7 @@ _SCORING_KEYS = (
 _ROOM_KEYS = (
     "data.max_prompt_tokens",
     "rollout.max_tokens",
+    "data.train.sources.NAME.rollout.max_tokens",
     "generator.kv_cache_tokens",
     "generator.groups.NAME.kv_cache_tokens",
 )

@@ -16,6 +16,7 @@ from megarl.algorithms import recipes
 from megarl.base.files import folder_problems, new_folder_problems
 from megarl.config.errors import problems_of
 from megarl.config.keys import yaml_text
+from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.schema import (
     BY_CALLS,
     GRADERS,
@@ -29,7 +30,8 @@ from megarl.config.schema import (
     RunConfig,
     SuiteConfig,
 )
-from megarl.data.order import mixture_problems
+from megarl.config.tasks import by_source
+from megarl.data.order import mixed, mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out, held_out_sampling
 from megarl.lora.plan import check_lora, check_lora_groups
 from megarl.models import ModelSpec
@@ -587,6 +589,7 @@ def check_partial_rollout(config: RunConfig) -> Iterable[str]:
         )
 
 
+@by_source
 def check_algorithm(config: RunConfig) -> Iterable[str]:
     return recipes.problems(config.algorithm)
 
@@ -613,6 +616,7 @@ def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
         )
 
 
+@by_source
 def check_program(config: RunConfig) -> Iterable[str]:
     """Programs make episodes with branches.
 
@@ -652,6 +656,30 @@ def check_program(config: RunConfig) -> Iterable[str]:
 
 def check_mixtures(config: RunConfig) -> Iterable[str]:
     yield from mixture_problems(config.data.train, config.rollout.prompts_per_step)
+
+
+def check_sources(config: RunConfig) -> Iterable[str]:
+    """Problems between the run and its sources' own settings."""
+    longest = config.rollout.max_tokens
+    has_critic = recipes.has_critic(config.algorithm)
+    for name, source in mixed(config.data.train).items():
+        key = f"data.train.sources.{name}"
+        tokens = source.rollout.max_tokens
+        if tokens is not None and tokens > longest:
+            yield f"{key}.rollout.max_tokens={tokens}: must be at most rollout.max_tokens={longest}"
+        if has_critic and source.algorithm.advantage is not None:
+            yield (
+                f"{key}.algorithm.advantage={source.algorithm.advantage}: must be null: the run's "
+                "critic gives the advantages of all sources"
+            )
+    for name, suite in config.eval.suites.items():
+        if suite and suite.task is not None and suite.task not in mixed(config.data.train):
+            names = [*mixed(config.data.train)]
+            yield (
+                f"eval.suites.{name}.task={suite.task}: must be a source in data.train.sources: "
+                f"{', '.join(names) or 'there is none'}"
+                f"{did_you_mean(similar_names(suite.task, names))}"
+            )
 
 
 def check_curriculum(config: RunConfig) -> Iterable[str]:
@@ -872,6 +900,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_dynamic_sampling,
     check_program,
     check_mixtures,
+    check_sources,
     check_curriculum,
     check_shaping,
     check_eval,

@@ -24,12 +24,14 @@ from megarl.base.rollout_types import (
     EPISODE,
     UNANSWERED,
     Failure,
+    GroupSummary,
     Sample,
     SampleSummary,
     TurnReward,
 )
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import GRADERS, MAX_REWARD, RewardConfig, RolloutConfig, RunConfig
+from megarl.config.tasks import by_source, source_of, task_of, tasks_of, with_source_keys
 
 CORRECT = 1.0  # the lowest reward that counts as right
 SCORE = "score"  # in a result with named parts, the key or field that is the reward
@@ -274,16 +276,36 @@ def parts_of(config: RewardConfig) -> list[RewardPart]:
     return parts or [single(config)]
 
 
+def parts_of_source(config: RunConfig, source: str) -> list[RewardPart]:
+    """The parts of the reward of a source's prompts (megarl.config.tasks)."""
+    parts = []
+    for part in parts_of(task_of(config, source).reward):
+        parts.append(dataclasses.replace(part, key=with_source_keys(part.key, config, source)))
+    return parts
+
+
+def trained_parts(config: RunConfig) -> list[RewardPart]:
+    """The parts of the rewards of all training prompts."""
+    parts: dict[RewardPart, None] = {}
+    for source in tasks_of(config):
+        parts |= dict.fromkeys(parts_of_source(config, source))
+    return list(parts)
+
+
 def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[RewardPart]:
     """The parts of the score of held-out responses.
 
-    A benchmark has its own grader; all other suites share one reward.
+    A benchmark has its own grader, a suite with a task that of its source; all other suites share
+    one reward.
     """
     suite_settings = config.eval.suites.get(suite)
     benchmark = suite_settings.benchmark if suite_settings else None
     if benchmark:
         key = f"eval.suites.{suite}.benchmark={benchmark}, graded by reward.name"
         return [RewardPart(GRADERS[benchmark], 0.0, key=key)]
+    source = source_of(config, f"eval.suites.{suite}")
+    if source:
+        return parts_of_source(config, source)
     if config.eval.reward is None:
         return parts_of(config.reward)
     return [RewardPart(config.eval.reward, config.reward.failed_score, key="eval.reward")]
@@ -291,9 +313,9 @@ def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[RewardPart]:
 
 def all_parts(config: RunConfig) -> list[RewardPart]:
     """The parts of the rewards of training and of all evaluations."""
-    benchmarks = [name for name, suite in config.eval.suites.items() if suite and suite.benchmark]
-    evaluated = [part for name in ("", *benchmarks) for part in parts_in_evaluation(config, name)]
-    return [*parts_of(config.reward), *evaluated]
+    suites = [name for name, suite in config.eval.suites.items() if suite]
+    evaluated = [part for name in ("", *suites) for part in parts_in_evaluation(config, name)]
+    return list(dict.fromkeys((*trained_parts(config), *evaluated)))
 
 
 @dataclass(frozen=True)
@@ -358,7 +380,7 @@ def excerpt(response: str) -> str:
 
 def trained_score(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
     """The reward that training uses instead of `score`: less length penalties, which evaluations
-    and the metric reward/mean do not subtract.
+    and the metric reward/mean do not subtract. `config`: the task of the sample's source.
 
     A response that was cut loses `reward.unfinished_penalty`, or gets `reward.unfinished_score`,
     even if that is more than its score. Each of the last `reward.overlong_tokens` tokens below the
@@ -391,15 +413,17 @@ def trained_reward(branches: Sequence[SampleSummary], config: RunConfig) -> floa
 
 
 def shapes(config: RunConfig) -> bool:
-    """Whether any length penalty is set."""
-    reward = config.reward
-    return (
-        reward.unfinished_penalty > 0
-        or reward.unfinished_score is not None
-        or reward.overlong_tokens > 0
-    )
+    """Whether any length penalty is set, of any source."""
+    for task in tasks_of(config).values():
+        reward = task.reward
+        if reward.unfinished_penalty or reward.overlong_tokens:
+            return True
+        if reward.unfinished_score is not None:
+            return True
+    return False
 
 
+@by_source
 def problems(config: RunConfig) -> Iterable[str]:
     reward = config.reward
     longest = config.rollout.max_tokens
@@ -525,6 +549,26 @@ def too_many_failures(
                 f"{setting}: {share}, {limit}; for example {failures[0].text!a}: "
                 f"{failures[0].reason}"
             )
+    return None
+
+
+def failed_source(
+    config: RunConfig, groups: Sequence[GroupSummary], teachers: Sequence[str] = ()
+) -> str | None:
+    """The reason why the run must stop, if too many scores or episodes of a source failed among
+    `groups` (`too_many_failures`, `too_many_failed_episodes`).
+    """
+    for source, task in tasks_of(config).items():
+        samples = []
+        for group in groups:
+            if group.source == source:
+                samples += group.samples
+        parts = parts_of_source(config, source)
+        problem = too_many_failures(task.reward, samples, parts, teachers)
+        problem = problem or too_many_failed_episodes(task.rollout, samples)
+        if problem:
+            prefix = f"data.train.sources.{source}: " if source else ""
+            return prefix + with_source_keys(problem, config, source)
     return None
 
 

@@ -21,12 +21,13 @@ from megarl.config.schema import (
     GeneratorConfig,
     RunConfig,
 )
+from megarl.config.tasks import by_source
 from megarl.data.rows import held_out
 from megarl.generator.groups import EngineGroup
 from megarl.messaging.rendezvous import PURPOSES, Purpose
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family, missing_folder
-from megarl.rewards.score import RewardPart, parts_in_evaluation, parts_of
+from megarl.rewards.score import RewardPart, all_parts, parts_in_evaluation, trained_parts
 from megarl.roles.settings import (
     CHAT,
     CRITIC,
@@ -136,7 +137,7 @@ def pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
 
 
 def check_roles(config: RunConfig) -> Iterator[str]:
-    used = {part.role for part in (*parts_of(config.reward), *parts_in_evaluation(config))}
+    used = {part.role for part in all_parts(config)}
     for name, settings in roles_of(config).items():
         key = f"roles.{name}"
         role = role_of(name, settings)
@@ -156,8 +157,8 @@ def check_roles(config: RunConfig) -> Iterator[str]:
             yield from _CHECKS[role](config, key, settings)
             if role in (REWARD_MODEL, JUDGE) and name not in used:
                 yield (
-                    f"{key}: nothing uses it; name it in reward.name, reward.parts or "
-                    f"eval.reward, or set {key}=null"
+                    f"{key}: nothing uses it; name it in reward.name, reward.parts, eval.reward or "
+                    f"data.train.sources.NAME.reward, or set {key}=null"
                 )
     for role in (CRITIC, REFERENCE):
         names = []
@@ -297,14 +298,11 @@ _CHECKS = {
 
 def check_reward(config: RunConfig) -> Iterator[str]:
     """Problems with reward parts that nothing scores, or that have an invalid name."""
-    for name, reward_part in config.reward.parts.items():
-        if reward_part is not None and (not NAME.fullmatch(name) or name in TAKEN_PARTS):
-            yield (
-                f"reward.parts.{name}: its name must be letters, digits, - and _, and none of "
-                f"{', '.join(TAKEN_PARTS)}"
-            )
-    evaluated = parts_in_evaluation(config) if held_out(config) else []
-    for part in dict.fromkeys((*parts_of(config.reward), *evaluated)):
+    yield from _check_part_names(config)
+    evaluated: list[RewardPart] = []
+    for suite, *_ in held_out(config):
+        evaluated += parts_in_evaluation(config, suite)
+    for part in dict.fromkeys((*trained_parts(config), *evaluated)):
         settings = config.roles.get(part.role or "")
         if part.name == UNSCORED:
             yield from _check_unscored(config, part, part in evaluated)
@@ -321,6 +319,16 @@ def check_reward(config: RunConfig) -> Iterator[str]:
             yield (
                 f"{part.setting}: compares the responses to a prompt, which says nothing of "
                 "held-out ones; set eval.reward to another"
+            )
+
+
+@by_source
+def _check_part_names(config: RunConfig) -> Iterator[str]:
+    for name, reward_part in config.reward.parts.items():
+        if reward_part is not None and (not NAME.fullmatch(name) or name in TAKEN_PARTS):
+            yield (
+                f"reward.parts.{name}: its name must be letters, digits, - and _, and none of "
+                f"{', '.join(TAKEN_PARTS)}"
             )
 
 
@@ -348,7 +356,9 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
     problems = []
     roles = roles_of(config)
     if command == "eval":
-        used_roles = {part.role for part in parts_in_evaluation(config)}
+        used_roles = set()
+        for suite, *_ in held_out(config):
+            used_roles |= {part.role for part in parts_in_evaluation(config, suite)}
         roles = {name: settings for name, settings in roles.items() if name in used_roles}
     for name, settings in roles.items():
         role = role_of(name, settings)

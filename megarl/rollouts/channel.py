@@ -50,6 +50,7 @@ from megarl.base.rollout_types import (
     typed,
 )
 from megarl.config.schema import RunConfig
+from megarl.config.tasks import task_of
 from megarl.data.order import outside_band
 from megarl.messaging.link import LOOK_UP_S, Hub, Peer
 from megarl.messaging.members import members_only
@@ -101,7 +102,9 @@ def pack(
         ended_s=ended_s,
         idle_s=idle_s,
         scoring_s=scoring_s,
-        summary=msgspec.Raw(_encode(GroupSummary(prompt.ordinal, len(prompt.token_ids), samples))),
+        summary=msgspec.Raw(
+            _encode(GroupSummary(prompt.ordinal, len(prompt.token_ids), samples, prompt.source))
+        ),
         texts=msgspec.Raw(_encode(_texts(group))),
         pieces=[
             memoryview(typed(prompt.token_ids, "i").tobytes()),
@@ -132,13 +135,14 @@ def judged(group: GroupReady, config: RunConfig) -> GroupReady:
     """
     curriculum = config.data.curriculum
     dynamic = config.rollout.dynamic_sampling
-    samples = summary_of(group).samples
+    summary = summary_of(group)
+    samples = summary.samples
     if any_unanswered(samples):
         return msgspec.structs.replace(group, dropped=True, pieces=[])
     outside = curriculum is not None and outside_band(
         [sample.reward for sample in samples if not sample.branch], curriculum
     )
-    dropped = dynamic and not has_signal(samples, config)
+    dropped = dynamic and not has_signal(samples, task_of(config, summary.source))
     return msgspec.structs.replace(
         group, outside=outside, dropped=dropped, pieces=[] if dropped else group.pieces
     )

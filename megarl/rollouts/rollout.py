@@ -28,7 +28,9 @@ from megarl.base.rollout_types import (
 )
 from megarl.config.algorithms import OUTCOME
 from megarl.config.limits import is_async
-from megarl.config.schema import UNSCORED, RunConfig
+from megarl.config.schema import UNSCORED, RolloutConfig, RunConfig
+from megarl.config.tasks import source_of, task_of, tasks_of
+from megarl.data.rows import held_out as held_out_datasets
 from megarl.data.rows import stops_on_text
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
@@ -49,7 +51,7 @@ from megarl.rewards.score import (
     bounded,
     failed_episodes,
     parts_in_evaluation,
-    parts_of,
+    parts_of_source,
     weighted_sum,
 )
 from megarl.roles.judge import Judge
@@ -170,34 +172,6 @@ class RolloutClock:
     @property
     def _waits(self) -> bool:
         return self._scoring > 0 and not self._decoding
-
-
-async def open_scoring(
-    config: RunConfig,
-    parts: Sequence[RewardPart],
-    scorers: Mapping[str, Scorer],
-    resources: AsyncExitStack,
-    logs: Path,
-    warn: Callable[[str], None] = lambda text: None,
-) -> Scoring:
-    """`scorers`: the scorers of roles on engines.
-
-    `resources` ends the worker processes, which log to the folder `logs`.
-    """
-    logs.mkdir(parents=True, exist_ok=True)
-    comparing: list[tuple[RewardPart, Judge]] = []
-    scored_parts: list[tuple[RewardPart, ScoreOne]] = []
-    for part in parts:
-        if not pairwise(config, part):
-            score_part = await open_part(config, part, scorers, resources, logs, warn)
-            scored_parts.append((part, score_part))
-            continue
-        scorer = scorers[part.role or ""]
-        if isinstance(scorer, Judge):
-            comparing.append((part, scorer))
-    # without reward.parts, one score is the whole reward
-    single_score = next((score for part, score in scored_parts if not part.part), None)
-    return Scoring(single_score or WeightedSum(scored_parts).score, comparing)
 
 
 async def _unscored(request: ScoreRequest) -> Score:
@@ -394,9 +368,21 @@ def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClie
 
 
 @dataclass(frozen=True)
+class RolloutBySource:
+    """Plays each prompt by the rollout of its source: a name in data.train.sources or eval.suites,
+    or empty.
+    """
+
+    rollouts: Mapping[str, CheckedRollout]
+
+    async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        return await self.rollouts[prompt.source](prompt, sampling, n)
+
+
+@dataclass(frozen=True)
 class Rollouts:
-    """The rollouts of training prompts, scored by `reward`, and of held-out prompts, which
-    eval.reward may score in another way.
+    """The rollouts of training prompts and of held-out prompts, which eval.reward may score in
+    another way.
     """
 
     training: Rollout
@@ -424,73 +410,115 @@ async def open_rollouts(
     prompts need.
     """
     config = plan.config
-    rollout = loading.load_rollout(config, tokenizer)
     logs = logs or Path(config.run_dir) / "logs"
-    close = getattr(rollout, "close", None)
-    if close is not None:
-        resources.push_async_callback(close)
-    tools = ToolProcesses(config.rollout, logs)
-    resources.push_async_callback(tools.close)
+    opener = RolloutOpener(plan, fleet, scorers, tokenizer, resources, logs, tell)
+    trained: dict[str, CheckedRollout] = {}
+    clock = ScoringClock()
+    for source, task in tasks_of(config).items() if training else ():
+        rollout = await opener.open(task, parts_of_source(config, source), source)
+        judge = teachers.judged if teachers else None
+        trained[source] = dataclasses.replace(
+            rollout,
+            judge=judge,
+            clock=clock,
+            ignores_turns=config.algorithm.credit == OUTCOME,
+        )
+    held_out: dict[str, CheckedRollout] = {}
+    for suite, *_ in held_out_datasets(config):
+        task = task_of(config, source_of(config, f"eval.suites.{suite}"))
+        parts = parts_in_evaluation(config, suite)
+        held_out[suite] = await opener.open(task, parts, f"eval/{suite}")
+    return Rollouts(RolloutBySource(trained), RolloutBySource(held_out), clock)
 
-    graded = {
-        name: parts_in_evaluation(config, name)
-        for name, suite in config.eval.suites.items()
-        if suite and suite.benchmark
-    }
 
-    def warn(text: str) -> None:
-        tell(Failure(WARNING, text), -1)
+@dataclass
+class RolloutOpener:
+    """Opens rollouts. Equal ones share an object, and equal parts of rewards the processes that
+    score them.
+    """
 
-    async def open_checked_rollout(
-        parts: Sequence[RewardPart], logs: Path, graded: Mapping[str, list[RewardPart]] = {}
+    plan: RunPlan
+    fleet: Fleet
+    scorers: Mapping[str, Scorer]  # of roles on engines
+    tokenizer: Tokenizer
+    resources: AsyncExitStack  # ends the processes
+    logs: Path  # folder
+    tell: Tell
+    _tools: ToolProcesses | None = None
+    _rollouts: list[tuple[RolloutConfig, base.Rollout]] = field(default_factory=list)
+    _scores: dict[RewardPart, ScoreOne] = field(default_factory=dict)
+
+    async def open(
+        self, task: RunConfig, parts: Sequence[RewardPart], folder: str
     ) -> CheckedRollout:
-        scoring = await open_scoring(config, parts, scorers, resources, logs, warn)
-        graders = {
-            name: (await open_scoring(config, grader, scorers, resources, logs / name)).one
-            for name, grader in graded.items()
-        }
-
-        async def score(request: ScoreRequest) -> Score:
-            return await graders.get(request.source, scoring.one)(request)
-
+        """The rollout of `task`, scored by `parts`, whose new processes log to `folder`."""
+        config = self.plan.config
+        if self._tools is None:
+            self._tools = ToolProcesses(config.rollout, self.logs)
+            self.resources.push_async_callback(self._tools.close)
+        scoring = await self._scoring(parts, folder)
         context = base.RolloutContext(
-            tokenizer,
-            fleet.generate,
-            score if graders else scoring.one,
-            tools.run,
+            self.tokenizer,
+            self.fleet.generate,
+            scoring.one,
+            self._tools.run,
             config.rollout.tool_timeout_s,
         )
+        rollout = self._rollout(task)
         return CheckedRollout(
-            config.rollout.name,
+            task.rollout.name,
             rollout,
             context,
             timeout_s=config.timeouts.samples_s,
-            vocab_size=plan.spec.vocab_size,
+            vocab_size=self.plan.spec.vocab_size,
             replays_mask=config.rollout.replays_mask,
             compare=scoring.compare if scoring.comparing else None,
-            tell=tell,
+            tell=self.tell,
         )
 
-    shared_reward = config.eval.reward is None and not graded
-    training_rollout = None
-    if training or shared_reward:
-        training_rollout = await open_checked_rollout(parts_of(config.reward), logs)
-    held_out = training_rollout
-    if not shared_reward:
-        parts = parts_in_evaluation(config)
-        held_out = await open_checked_rollout(parts, logs / "eval", graded)
-    assert held_out is not None
-    training_rollout = dataclasses.replace(
-        training_rollout or held_out,
-        judge=teachers.judged if teachers else None,
-        clock=ScoringClock(),
-        ignores_turns=config.algorithm.credit == OUTCOME,
-    )
-    return Rollouts(training_rollout, held_out, training_rollout.clock)
+    def _rollout(self, task: RunConfig) -> base.Rollout:
+        for settings, rollout in self._rollouts:
+            if (settings.name, settings.args) == (task.rollout.name, task.rollout.args):
+                return rollout
+        rollout = loading.load_rollout(task, self.tokenizer)
+        self._rollouts.append((task.rollout, rollout))
+        close = getattr(rollout, "close", None)
+        if close is not None:
+            self.resources.push_async_callback(close)
+        return rollout
+
+    async def _scoring(self, parts: Sequence[RewardPart], folder: str) -> Scoring:
+        config = self.plan.config
+        comparing: list[tuple[RewardPart, Judge]] = []
+        scored_parts: list[tuple[RewardPart, ScoreOne]] = []
+        for part in parts:
+            if not pairwise(config, part):
+                scored_parts.append((part, await self._score(part, folder)))
+                continue
+            scorer = self.scorers[part.role or ""]
+            if isinstance(scorer, Judge):
+                comparing.append((part, scorer))
+        # without reward.parts, one score is the whole reward
+        single_score = next((score for part, score in scored_parts if not part.part), None)
+        return Scoring(single_score or WeightedSum(scored_parts).score, comparing)
+
+    async def _score(self, part: RewardPart, folder: str) -> ScoreOne:
+        kind = dataclasses.replace(part, key="", weight=1.0)
+        if kind not in self._scores:
+            logs = self.logs if part.key.startswith("reward.") else self.logs / folder
+            logs.mkdir(parents=True, exist_ok=True)
+            self._scores[kind] = await open_part(
+                self.plan.config, part, self.scorers, self.resources, logs, self._warn
+            )
+        return self._scores[kind]
+
+    def _warn(self, text: str) -> None:
+        self.tell(Failure(WARNING, text), -1)
 
 
-def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
-    rollout = plan.config.rollout
+def train_sampling(config: RunConfig, tokenizer: Tokenizer) -> Sampling:
+    """How the prompts of a task are sampled."""
+    rollout = config.rollout
     filters = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
     return Sampling(
         rollout.max_tokens,
@@ -498,5 +526,5 @@ def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
         **filters,
         stop_token_ids=tokenizer.eos_ids,
         stop=tuple(rollout.stop),
-        seed=plan.config.seed,
+        seed=config.seed,
     )

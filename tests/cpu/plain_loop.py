@@ -67,7 +67,7 @@ async def main(config_path: str, out: Path, overrides: list[str]) -> None:
             groups = []
             for ordinal in range(step * per_step, (step + 1) * per_step):
                 prompt = prompts[ordinal]
-                sampling = train_sampling(plan, tokenizer)
+                sampling = train_sampling(config, tokenizer)
                 seed = Seeds(seed_of(config.seed, ordinal)).next(prompt.token_ids)
                 sampling = replace(sampling, seed=seed)
                 completions = await engine.generate(prompt.token_ids, sampling, config.rollout.n)

@@ -66,6 +66,10 @@ def test_each_step_has_its_share_of_each_source(model: Path, tmp_path: Path) -> 
         "data.eval=null",
         "observe.rollouts_per_step=1000",
         "reward.name=reward_functions:by_chance_of_source",
+        "data.train.sources.few.rollout.max_tokens=8",
+        "data.train.sources.chain.rollout={name: tool_calls, args: {tool: calculator, call_open: '<', "
+        "call_close: '>', result: '{result};'}}",
+        "data.train.sources.chain.algorithm.advantage=normalized",
     ]
     for number, settings in enumerate(STARTS):
         before = len(rows(run_dir))
@@ -80,7 +84,13 @@ def test_each_step_has_its_share_of_each_source(model: Path, tmp_path: Path) -> 
     config = load_config(run_dir / "config.yaml")
     mixture = train_mixture(config)
     sources = load_sources(
-        config, config.data.train, "data.train", mixture, "whole", "prompts", tokens=lambda row: 0
+        config,
+        config.data.train,
+        "data.train",
+        mixture,
+        answers=lambda source: "whole",
+        order="prompts",
+        tokens=lambda source: lambda row: 0,
     )
     lines = trained_ordinals(run_dir)
     assert len(lines) == STEPS and mixture.counts(0, 18) == [6, 4, 8]
@@ -89,6 +99,9 @@ def test_each_step_has_its_share_of_each_source(model: Path, tmp_path: Path) -> 
         expected = dict(zip(mixture.names, mixture.counts(step * PER_STEP, (step + 1) * PER_STEP)))
         assert counts == expected and counts["few"] == 2
         assert {name: row[f"source/{name}/prompts"] for name in expected} == expected
+        assert row["source/few/response_tokens/mean"] <= 8, "its own limit"
+        calls = {name for name in expected if f"source/{name}/rollout/tool_calls" in row}
+        assert calls <= {"chain"} and ("chain" in calls or not expected["chain"]), "its own tools"
         assert {
             name: round(row[f"reward/is_{name}/mean"] * PER_STEP) for name in expected
         } == expected, "what the reward function was told"

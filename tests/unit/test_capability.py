@@ -64,8 +64,8 @@ TRUNK = {  # file → replaced text and its replacement
     },
     "megarl/rollouts/rollout.py": {
         PROMPTS: PROMPTS + "from megarl.echo.watch import watched\n",
-        "            config.rollout.name,\n            rollout,\n": (
-            "            config.rollout.name,\n            watched(rollout, config.echo),\n"
+        "            task.rollout.name,\n            rollout,\n": (
+            "            task.rollout.name,\n            watched(rollout, config.echo),\n"
         ),
     },
     "tests/unit/test_import_tiers.py": {

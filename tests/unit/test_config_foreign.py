@@ -80,6 +80,7 @@ observe.name: trainer.experiment_name
 observe.rollouts_per_step: trainer.log_val_generations
 trainer.optimizer.offload: actor_rollout_ref.actor.fsdp_config.optimizer_offload
 data.max_prompt_tokens: data.max_prompt_length
+data.train.sources.NAME.reward.name: data.reward_fn_key data_source
 -: data.val_batch_size trainer.nnodes trainer.val_before_train trainer.critic_warmup
     actor_rollout_ref.model.use_remove_padding actor_rollout_ref.model.use_liger actor_rollout_ref.model.use_fused_kernels
     actor_rollout_ref.model.fused_kernel_options.impl_backend +actor_rollout_ref.model.override_config.attention_dropout
@@ -207,6 +208,7 @@ rollout.n: orchestrator.group_size orchestrator.rollouts_per_example
 rollout.max_tokens: orchestrator.train.sampling.max_completion_tokens
 rollout.temperature: orchestrator.train.sampling.temperature
 rollout.name: orchestrator.train.env.name
+data.train.sources.NAME.rollout.name: orchestrator.train.env orchestrator.env
 async.max_staleness: orchestrator.max_off_policy_steps
 async.max_in_flight: orchestrator.concurrency.initial_inflight
 trainer.max_tokens_per_microbatch: seq_len

@@ -29,7 +29,7 @@ from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import AlgorithmConfig, TrainerConfig
+from megarl.config.schema import AlgorithmConfig, RunConfig, TrainerConfig
 from megarl.executors.batch_steps import BatchSteps, step_metrics
 from megarl.plan.checks import check_batch
 from megarl.trainer.microbatch import plan_microbatches
@@ -111,9 +111,9 @@ def test_truncated_samples_count_in_rewards_and_not_in_the_loss(
     batch = batch_of([cut_at(groups[0], 2), cut_at(groups[1], 1)], step=0)
     # with a bonus, nothing else is left out
     algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean, entropy_coefficient=0.1))
-    masked = masked_places(batch, mask_truncated=True)
+    masked = masked_places(batch, RunConfig(algorithm=AlgorithmConfig(mask_truncated=True)))
     assert masked == {2, 4}
-    assert masked_places(batch, mask_truncated=False) == set()
+    assert masked_places(batch, RunConfig()) == set()
     sequences = to_train_sequences(
         batch, algorithm.advantages(batch_rewards(batch)), algorithm.skip_zero, masked
     )

@@ -129,7 +129,19 @@ def test_metrics_of_sources_and_of_the_curriculum() -> None:
     def group(ordinal: int, *rewards: float) -> Group:
         return Group(
             Prompt(ordinal, [1], "", ""),
-            [Sample([1], [0.0], [0], "", reward, "stop") for reward in rewards],
+            [
+                Sample(
+                    [1],
+                    [0.0],
+                    [0],
+                    "",
+                    reward,
+                    "stop",
+                    reward_parts={"format": reward / 2},
+                    metrics={"calls": 2.0},
+                )
+                for reward in rewards
+            ],
         )
 
     batch = replace(
@@ -140,7 +152,11 @@ def test_metrics_of_sources_and_of_the_curriculum() -> None:
     metrics = source_metrics(batch, Mixture([1, 1], ["maths", "code"]), True)
     assert metrics == {
         "prompts/rested": 5, "source/maths/prompts": 2, "source/maths/dropped": 1,
-        "source/maths/reward": 0.5, "source/code/prompts": 0,
+        "source/maths/reward": 0.5, "source/maths/response_tokens/mean": 1,
+        "source/maths/turns/mean": 1, "source/maths/truncated_fraction": 0,
+        "source/maths/reward/failed_fraction": 0, "source/maths/rollout/failed_fraction": 0,
+        "source/maths/reward/format/mean": 0.25, "source/maths/rollout/calls": 2,
+        "source/code/prompts": 0,
     }  # fmt: skip
     assert source_metrics(batch, Mixture(), False) == {}
 

@@ -24,6 +24,9 @@ const LEARNING = [
   ["Critic: gradient norm", "before clipping", [["value/grad_norm", ""]], { log: true }],
   ["Reward by source", "of data.train.sources, with what was dropped", () => ofSources("reward")],
   ["Prompts by source", "that a step trained on", () => ofSources("prompts")],
+  ["Response length by source", "tokens, mean", () => ofSources("response_tokens/mean")],
+  ["Truncated by source", "share of responses that reached their max_tokens", () => ofSources("truncated_fraction")],
+  ["Turns by source", "mean", () => ofSources("turns/mean")],
   ["Prompts at rest", "left out of the step by the curriculum", [["prompts/rested", ""]]],
 ];
 const RIGHT = [
@@ -56,7 +59,9 @@ const RIGHT = [
   ],
   ["Groups rejected as too old", "", [["staleness/rejected", ""]]],
   ["Scoring failed", "share of samples", [["reward/failed_fraction", ""]]],
+  ["Scoring failed by source", "share of samples", () => ofSources("reward/failed_fraction")],
   ["Episodes failed", "share of the episodes of programs and environments", [["rollout/failed_fraction", ""]]],
+  ["Episodes failed by source", "share of episodes", () => ofSources("rollout/failed_fraction")],
 ];
 const TIME = [
   ["Step time", "seconds", [["time/step_s", ""]], { warms: true }],
@@ -107,7 +112,7 @@ function evaluations() {
 }
 function ofSources(what) {
   return [...new Set(view.runs.flatMap((run) => Object.keys(run.metrics)))]
-    .filter((key) => key.startsWith("source/") && key.endsWith(`/${what}`))
+    .filter((key) => key.startsWith("source/") && key.slice(7).split("/").slice(1).join("/") === what)
     .sort()
     .slice(0, 8)
     .map((key) => [key, plain(key.slice(7, -what.length - 1))]);

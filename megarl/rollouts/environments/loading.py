@@ -19,6 +19,7 @@ from megarl.base.coroutines import run_coroutine
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.limits import find_callable
 from megarl.config.schema import RolloutConfig, RunConfig
+from megarl.config.tasks import played_tasks, with_source_keys
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.rewards import code, ifeval
 from megarl.rewards.score import RewardPart, all_parts, parameters_of
@@ -141,7 +142,7 @@ def load_reward(part: RewardPart) -> UserReward | None:
 
 
 def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
-    """Checks the rollout, and the user's own reward functions.
+    """Checks the rollout of each source, and the user's own reward functions.
 
     Raises: ConfigError with all problems of both.
 
@@ -150,9 +151,12 @@ def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
     """
     tokenizer_missing = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
     check_of_rollout = find_rollout if tokenizer_missing else _check_constructed
-    rollout = functools.partial(check_of_rollout, config)
-    rewards = [functools.partial(load_reward, part) for part in all_parts(config)]
-    problems = problems_of(rollout, *rewards)
+    problems: list[str] = []
+    for source, task in played_tasks(config).items():
+        for problem in problems_of(functools.partial(check_of_rollout, task)):
+            problems.append(with_source_keys(problem, config, source))
+    problems += problems_of(*(functools.partial(load_reward, part) for part in all_parts(config)))
+    problems = list(dict.fromkeys(problems))
     if problems:
         raise ConfigError(problems)
 
