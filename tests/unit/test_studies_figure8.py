@@ -40,7 +40,7 @@ def test_rules_differ_only_in_the_weight_of_a_token():
         recipe = recipe_of(load_config(CONFIG, [*COMMON, *rule]).algorithm)
         weights.add((recipe.rule, recipe.rho_min, recipe.rho))
         assert (recipe.advantage, recipe.loss_mean) == ("mean", "token")
-        assert recipe.gamma is None and recipe.beta is None
+        assert recipe.beta is None
     assert len(weights) == len(RULES)
 
 
