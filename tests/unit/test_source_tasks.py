@@ -167,9 +167,8 @@ def test_arguments_of_a_source_are_checked() -> None:
         check_rollout(config)
     key = "data.train.sources.game.rollout.args"
     assert error.value.problems == [f"{key}.max_calls=many: expected `int`, got `str`"]
-    bare = config_of(game={"source": "x", "rollout": {"name": "tool_calls"}})
-    with pytest.raises(ConfigError, match=f"{key}.tool: must be set"):
-        check_rollout(bare)
+    with pytest.raises(ConfigError, match=f"{key}.max_call=1: unknown argument; did you mean"):
+        check_rollout(config_of("data.train.sources.game.rollout.args.max_call=1"))
 
 
 def test_file_of_a_tool_is_found_beside_the_configuration(tmp_path: Path) -> None:
