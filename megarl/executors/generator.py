@@ -22,6 +22,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.evaluate import evaluate_sets
 from megarl.evaluation.scores import is_due, write_result
 from megarl.executors.engine_calls import FleetCalls, show_engines
+from megarl.generator.completions import Sampling
 from megarl.generator.fleet import watch_returns
 from megarl.generator.seeds import seed_of
 from megarl.messaging.messages import ProbeReady
@@ -62,6 +63,7 @@ class GeneratorExecutor:
     pulse: Pulse = field(default_factory=Pulse)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _resources: AsyncExitStack = field(default_factory=AsyncExitStack)
+    samplings: dict[str, Sampling] = field(default_factory=dict)  # of the sources
     # by engine: tokens sampled up to the last batch
     _tokens: list[int] = field(default_factory=list)
 
@@ -75,10 +77,8 @@ class GeneratorExecutor:
         if not config.eval.engines:
             self.held_out = held_out_sets(config, self.tokenizer, self.plan.spec)
         self.sampling = train_sampling(config, self.tokenizer)
-        self.samplings = {
-            source: train_sampling(task, self.tokenizer)
-            for source, task in tasks_of(config).items()
-        }
+        for source, task in tasks_of(config).items():
+            self.samplings[source] = train_sampling(task, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
         elastic = config.generator.on_failure != "fail"
         with self.status.waiting("the engines", "start-up"):
@@ -160,9 +160,8 @@ class GeneratorExecutor:
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
         prompt = self.prompts[ordinal]
-        return await self.rollouts_of.training(
-            prompt, self.samplings[prompt.source], self.plan.config.rollout.n
-        )
+        sampling = self.samplings.get(prompt.source, self.sampling)
+        return await self.rollouts_of.training(prompt, sampling, self.plan.config.rollout.n)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs one coroutine to its end beside the background tasks.

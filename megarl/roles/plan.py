@@ -357,7 +357,7 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
     roles = roles_of(config)
     if command == "eval":
         used_roles = set()
-        for suite, *_ in held_out(config):
+        for suite in [name for name, *_ in held_out(config)] or [""]:
             used_roles |= {part.role for part in parts_in_evaluation(config, suite)}
         roles = {name: settings for name, settings in roles.items() if name in used_roles}
     for name, settings in roles.items():

@@ -19,7 +19,14 @@ from msgspec.structs import replace
 from scripted_policy import SAMPLING, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import GRADERS, OWN_PLACE, ModelConfig, RunConfig, SuiteConfig
+from megarl.config.schema import (
+    GRADERS,
+    OWN_PLACE,
+    DatasetConfig,
+    ModelConfig,
+    RunConfig,
+    SuiteConfig,
+)
 from megarl.data.datasets import answers_of, load_rows
 from megarl.data.rows import BENCHMARKS, held_out
 from megarl.plan.checks import check_eval
@@ -398,6 +405,7 @@ def test_suites_are_graded_by_their_own_rules(tmp_path: Path) -> None:
     """
     config = config_of("gsm8k")
     config.eval.suites["other"] = SuiteConfig(source="rows.jsonl")
+    config.data.eval = DatasetConfig(source="rows.jsonl")
     config.run_dir = str(tmp_path)
     config.reward.name = "none"
     config.eval.reward = "last_number"

@@ -264,6 +264,17 @@ def test_a_reward_beside_parts_is_refused(trained: list[RunPlan]) -> None:
     assert trained == []
 
 
+def test_reward_that_no_source_has_is_refused(trained: list[RunPlan]) -> None:
+    own = "{source: synthetic:chain, reward: {name: math}}"
+    sources = ["data.train.source=sources", f"data.train.sources={{a: {own}, b: {own}}}"]
+    with pytest.raises(megarl.ConfigError) as error:
+        megarl.train(QUICKSTART, *sources, reward="last_number")
+    assert error.value.problems == [
+        "reward: does not count: each source in data.train.sources has its own reward.name"
+    ]
+    assert trained == []
+
+
 def test_a_rollout_may_be_a_function_or_a_class(trained: list[RunPlan], tmp_path: Path) -> None:
     games = imported(
         tmp_path, "games_of_a_file", "async def play(context, prompt, sampling, n): ...\n"

@@ -88,8 +88,8 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         'roles.judge.verdict_scores.A=x: must be a number of at most 1e+06 in size',
         "roles.judge.verdict_range=[1.0, 0.0]: the first number must be below the second",
         "roles.judge.opponents=2: needs roles.judge.mode=pairwise",
-        "roles.judge: nothing uses it; name it in reward.name, reward.parts or eval.reward, or "
-        "set roles.judge=null",
+        "roles.judge: nothing uses it; name it in reward.name, reward.parts, eval.reward or "
+        "data.train.sources.NAME.reward, or set roles.judge=null",
         "roles.engine: its name must be letters, digits, - and _, and none of trainer, reward, "
         "tool, sft, evaluate, export, hub, evaluation, generator, evaluator, engine, "
         "eval_engine",

@@ -12,10 +12,9 @@ import pytest
 import torch
 from batches import batch_of
 from msgspec.structs import replace
-from resolving import CONFIGS, problems_of
+from resolving import problems_of
 from scripted_policy import MARKS, SAMPLING, TINY, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt
 
-import megarl
 from megarl.algorithms.batches import advantages_by_source, batch_rewards, masked_places
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Batch, Failure, Group, Prompt, Sample
@@ -32,7 +31,6 @@ from megarl.rollouts.channel import judged, pack
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.rollouts.rollout import Rollouts, open_rollouts, train_sampling
 
-QUICKSTART = str(CONFIGS / "quickstart.yaml")
 SOURCES: dict[str, Any] = {
     "math": {"source": "synthetic:chain"},
     "code": {
@@ -167,9 +165,8 @@ def test_arguments_of_a_source_are_checked() -> None:
         check_rollout(config)
     key = "data.train.sources.game.rollout.args"
     assert error.value.problems == [f"{key}.max_calls=many: expected `int`, got `str`"]
-    bare = config_of(game={"source": "x", "rollout": {"name": "tool_calls"}})
-    with pytest.raises(ConfigError, match=f"{key}.tool: must be set"):
-        check_rollout(bare)
+    with pytest.raises(ConfigError, match=f"{key}.max_call=1: unknown argument; did you mean"):
+        check_rollout(config_of("data.train.sources.game.rollout.args.max_call=1"))
 
 
 def test_file_of_a_tool_is_found_beside_the_configuration(tmp_path: Path) -> None:
@@ -311,17 +308,3 @@ def test_resumed_run_keeps_the_tasks_that_samples_depend_on() -> None:
     }
     assert f"{sources}.algorithm.advantage" not in FIXED_KEYS, "as algorithm.advantage"
     assert tasks_of(config_of()).keys() == SOURCES.keys()
-
-
-def test_argument_of_train_must_count_for_a_source(tmp_path: Path) -> None:
-    own = "{source: synthetic:chain, reward: {name: math}}"
-    settings = [
-        "data.train.source=sources",
-        f"data.train.sources={{a: {own}, b: {own}}}",
-        f"run_dir={tmp_path}",
-    ]
-    with pytest.raises(ConfigError) as error:
-        megarl.train(QUICKSTART, *settings, reward="math")
-    assert error.value.problems == [
-        "reward: does not count: each source in data.train.sources has its own reward.name"
-    ]

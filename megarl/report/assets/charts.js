@@ -8,6 +8,7 @@ function xOf(run) {
   let last = 0;
   return run.steps.map((step) => (last = Math.max(last, ends.get(step) ?? last)));
 }
+const DASHES = [undefined, [5, 4], [2, 3], [12, 4]]; // of the lines of one run in a chart
 class Chart {
   // keys: [[metric, suffix of its name in the readout], …]
   constructor(title, why, keys, { log = false, derive = null, warms = false } = {}) {
@@ -76,9 +77,9 @@ class Chart {
     for (const line of lines) {
       const few = line.values.reduce((n, v) => n + (v !== null), 0) <= 25,
         axis = byRun[line.run.index],
-        dash = this.keys.findIndex((k) => k[0] === line.key);
+        place = this.keys.findIndex((k) => k[0] === line.key);
       const stroke = line.run.color,
-        style = { stroke, width: 1.6, dash: dash ? [5, 4] : undefined, spanGaps: true, points: { show: few, size: 4, fill: stroke } };
+        style = { stroke, width: 1.6, dash: DASHES[place % DASHES.length], spanGaps: true, points: { show: few, size: 4, fill: stroke } };
       const values = this.log ? line.values.map((v) => (v > 0 ? v : null)) : line.values;
       tables.push([axis, values]);
       series.push(view.smoothing ? { ...style, alpha: 0.3, width: 1 } : style);
