@@ -279,11 +279,30 @@ def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[RewardPart]:
     return [RewardPart(config.eval.reward, config.reward.failed_score, key="eval.reward")]
 
 
+def parts_in_labels(config: RunConfig) -> list[RewardPart]:
+    """The parts of the score by which megarl label prefers responses."""
+    if config.label.reward is None:
+        return parts_of(config.reward)
+    return [RewardPart(config.label.reward, config.reward.failed_score, key="label.reward")]
+
+
+def parts_in_win_rate(config: RunConfig) -> list[RewardPart]:
+    """What compares held-out responses with references (eval.win_rate); empty if nothing does."""
+    if config.eval.win_rate is None:
+        return []
+    return [RewardPart(config.eval.win_rate, config.reward.failed_score, key="eval.win_rate")]
+
+
 def all_parts(config: RunConfig) -> list[RewardPart]:
-    """The parts of the rewards of training and of all evaluations."""
+    """The parts of the rewards of training, of all evaluations, and of labels."""
     benchmarks = [name for name, suite in config.eval.suites.items() if suite and suite.benchmark]
     evaluated = [part for name in ("", *benchmarks) for part in parts_in_evaluation(config, name)]
-    return [*parts_of(config.reward), *evaluated]
+    return [
+        *parts_of(config.reward),
+        *evaluated,
+        *parts_in_win_rate(config),
+        *parts_in_labels(config),
+    ]
 
 
 @dataclass(frozen=True)
