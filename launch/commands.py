@@ -811,6 +811,7 @@ def warm(plan: RunPlan) -> None:
 def evaluation_text(result: Mapping[str, Any], weights: WeightsSource) -> str:
     """A line for each held-out set."""
     lines = [f"held-out scores of {weights}"]
+    measures = ("win_rate", "perplexity")
     for name, scores in sets(result).items():
         shares = ", ".join(
             f"{key} {scores[key]:.3f}{_interval(scores, key)}"
@@ -820,8 +821,11 @@ def evaluation_text(result: Mapping[str, Any], weights: WeightsSource) -> str:
         answers = f"{scores['samples']} answers to {scores['prompts']} prompts"
         if shares:
             answers = f"{shares} ({scores['correct']} of {answers})"
+        measured = "".join(
+            f"{key} {scores[key]:.3f}{_interval(scores, key)}, " for key in measures if key in scores
+        )
         lines.append(
-            f"  {name or 'data.eval'}: {answers}, mean reward {scores['reward/mean']:.3f}, "
+            f"  {name or 'data.eval'}: {answers}, mean reward {scores['reward/mean']:.3f}, {measured}"
             f"{scores['truncated_fraction']:.0%} truncated; {sampling_text(scores)}"
         )
     return "\n".join(lines)

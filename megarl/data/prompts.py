@@ -202,9 +202,7 @@ def labelled_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -
     return PromptStream(sources, tokenizer)
 
 
-def label_tokens(
-    config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec
-) -> Callable[[Row], int]:
+def label_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row], int]:
     """`prompt_tokens` for rows to label, which also checks the responses in `label.columns`."""
     most = config.data.max_prompt_tokens
     tokens = prompt_tokens(config, tokenizer, spec, config.rollout.max_tokens, most)

@@ -153,9 +153,7 @@ class Judge:
         """
         return win_shares(part, answer, responses, await self.play(prompt, answer, responses))
 
-    async def play(
-        self, prompt: str, answer: str, responses: Sequence[str]
-    ) -> Games:
+    async def play(self, prompt: str, answer: str, responses: Sequence[str]) -> Games:
         """Compares responses, each pair in both orders."""
         games: list[tuple[int, int]] = []
         for first, second in pairs(len(responses), self._settings.opponents):
