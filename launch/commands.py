@@ -31,7 +31,7 @@ from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
 from megarl.generator.groups import EngineGroup
 from megarl.labels import state
-from megarl.labels.pairs import PAIRS_FILE, read_scored, summary, write_pairs
+from megarl.labels.pairs import HELD_OUT_FILE, PAIRS_FILE, read_scored, summary, write_pairs
 from megarl.launch.gpus import gpus
 from megarl.launch.inputs import check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, generating_job, launch, placement, training_job
@@ -738,7 +738,8 @@ def label(plan: RunPlan) -> None:
     scored = read_scored(folder, prompts)
     pairs = write_pairs(folder, scored, config.label)
     print(summary(scored, pairs))
-    print(f"The pairs are in {folder / PAIRS_FILE}")
+    held_out_file = f", of the first {config.label.held_out} prompts in {folder / HELD_OUT_FILE}"
+    print(f"The pairs are in {folder / PAIRS_FILE}{held_out_file * bool(config.label.held_out)}")
 
 
 def evaluate_checkpoint(

@@ -1313,6 +1313,11 @@ class LabelConfig:
         "each row once",
         at_least(1),
     )
+    held_out: int = setting(
+        0,
+        "pairs of the first so many prompts go to held_out.jsonl, for reward_model.eval.source",
+        at_least(0),
+    )
     n: int = setting(
         2, "responses that the policy samples to each prompt, as `rollout` says", at_least(0)
     )

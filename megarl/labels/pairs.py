@@ -18,6 +18,7 @@ from megarl.config.schema import BEST_WORST, LabelConfig
 from megarl.roles.judge import Games, NoVerdict
 
 PAIRS_FILE = "pairs.jsonl"  # in label.output
+HELD_OUT_FILE = "held_out.jsonl"  # with label.held_out
 SCORED_FILE = "scored.jsonl"
 SAMPLE = "sample"  # origin of a response: the policy,
 REFERENCE = "reference"  # the row's reference answer, or else the name of a column
@@ -152,10 +153,16 @@ def read_scored(folder: Path, prompts: int | None = None) -> list[ScoredPrompt]:
 
 
 def write_pairs(folder: Path, scored: Iterable[ScoredPrompt], settings: LabelConfig) -> int:
-    """Writes pairs.jsonl anew. Returns the number of pairs."""
-    lines = [msgspec.json.encode(row) for prompt in scored for row in pair_rows(prompt, settings)]
-    write_whole(folder / PAIRS_FILE, b"".join(line + b"\n" for line in lines).decode())
-    return len(lines)
+    """Writes pairs.jsonl and held_out.jsonl anew. Returns the number of pairs in both."""
+    lines: dict[str, list[bytes]] = {PAIRS_FILE: []}
+    if settings.held_out:
+        lines[HELD_OUT_FILE] = []
+    for prompt in scored:
+        name = HELD_OUT_FILE if prompt.ordinal < settings.held_out else PAIRS_FILE
+        lines[name] += [msgspec.json.encode(row) + b"\n" for row in pair_rows(prompt, settings)]
+    for name, of_file in lines.items():
+        write_whole(folder / name, b"".join(of_file).decode())
+    return sum(map(len, lines.values()))
 
 
 def summary(scored: Sequence[ScoredPrompt], pairs: int) -> str:
@@ -170,8 +177,8 @@ def summary(scored: Sequence[ScoredPrompt], pairs: int) -> str:
         if scores:
             lines.append(f"  mean score of {len(scores):,} from {origin}: {fmean(scores):.3f}")
     for text, count in (
-        ("scores failed, which are in no pair", sum(prompt.failed for prompt in scored)),
-        ("responses left out: blank or too long", sum(prompt.unusable for prompt in scored)),
+        ("failed scores, which are in no pair", sum(prompt.failed for prompt in scored)),
+        ("blank or too long responses, left out", sum(prompt.unusable for prompt in scored)),
         ("samples cut at the maximum length", sum(prompt.truncated for prompt in scored)),
     ):
         if count:

@@ -826,6 +826,11 @@ def check_label_command(config: RunConfig) -> Iterable[str]:
         )
     if label.prompts is None and label.data is None and mixed(config.data.train):
         yield "label.prompts=null: must be set with data.train.sources: each has its own epochs"
+    if label.prompts is not None and label.held_out >= label.prompts:
+        yield (
+            f"label.held_out={label.held_out}: must be less than label.prompts={label.prompts}, or "
+            "no pairs are left to learn from"
+        )
     yield from check_served_format(config, "megarl label")
     yield from folder_problems("label.output=", label.output)
 
