@@ -814,11 +814,6 @@ def check_label_command(config: RunConfig) -> Iterable[str]:
             f"label.n={label.n}: must be at least {2 - label.reference}: a pair has two responses; "
             "label.reference=true and label.columns give more"
         )
-    if label.n > 1 and config.rollout.temperature == 0:
-        yield (
-            f"label.n={label.n}: at rollout.temperature=0 all samples of a prompt are the same; "
-            "set rollout.temperature"
-        )
     if config.rollout.name != RolloutConfig().name:
         yield (
             f"rollout.name={config.rollout.name}: must be {RolloutConfig().name} for megarl label: "
