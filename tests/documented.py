@@ -124,6 +124,11 @@ LONG = {
     "megarl reward-model configs/examples/reward_model.yaml": "reward_model.steps=2 "
     "reward_model.every=0 "
     "reward_model.eval.size=8",
+    "megarl sft configs/examples/preferences.yaml": SHORT,
+    "megarl label configs/examples/preferences.yaml": "label.prompts=8 label.held_out=2",
+    "megarl reward-model configs/examples/preferences.yaml": "reward_model.steps=2 "
+    "reward_model.batch_size=8",
+    "megarl train configs/examples/preferences.yaml": SHORT,
     "megarl train configs/calculator.yaml": SHORT,
     "megarl sft configs/offpolicy/gold.yaml": SHORT,
     "megarl reward-model configs/offpolicy/gold.yaml": "reward_model.steps=2 "
