@@ -1342,8 +1342,8 @@ class LabelConfig:
     )
     min_margin: float = setting(
         0.0,
-        "least difference of a pair's scores; equal scores make no pair. Between a pairwise "
-        "judge's comparisons it is -1 to 1",
+        "least difference of a pair's scores; equal scores make no pair. By a pairwise judge's "
+        "comparisons it is at most 1",
         at_least(0),
     )
     output: str = setting(

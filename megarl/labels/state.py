@@ -14,7 +14,7 @@ from megarl.config.keys import keys_of, value_at, yaml_text
 from megarl.config.schema import AlgorithmConfig, RunConfig
 from megarl.data.check import Checked, digests_of
 from megarl.data.contents import Contents, compare_contents, contents_of, read_contents
-from megarl.labels.pairs import SCORED_FILE
+from megarl.labels.pairs import SCORED_FILE, read_scored
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import LABEL_SETTINGS
 from megarl.roles.plan import ENGINE_KEYS
@@ -119,9 +119,14 @@ def note_complete(folder: Path, prompts: int, wanted: int | None) -> None:
 
 
 def is_complete(folder: Path, wanted: int | None) -> bool:
-    """Whether all `wanted` prompts are labelled (None: all rows), as `note_complete` noted."""
+    """Whether all `wanted` prompts are labelled (None: all rows), as `note_complete` noted.
+
+    Not if lines of scored.jsonl have been removed meanwhile.
+    """
     try:
         noted = json.loads((folder / COMPLETE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return False
+    if len(read_scored(folder, noted["prompts"])) < noted["prompts"]:
         return False
     return noted["all_rows"] or (wanted is not None and wanted <= noted["prompts"])

@@ -22,6 +22,7 @@ from megarl.config.schema import (
     OF_HUBS,
     OWN_PLACE,
     UNQUANTISED,
+    UNSCORED,
     EvalConfig,
     GroupConfig,
     RewardConfig,
@@ -814,6 +815,8 @@ def check_label_command(config: RunConfig) -> Iterable[str]:
             f"label.n={label.n}: must be at least {2 - label.reference}: a pair has two responses; "
             "label.reference=true and label.columns give more"
         )
+    if label.reward is None and any(part.name == UNSCORED for part in parts_of(config.reward)):
+        yield f"label.reward=null: must be set: reward.name={UNSCORED} scores nothing"
     if config.rollout.name != RolloutConfig().name:
         yield (
             f"rollout.name={config.rollout.name}: must be {RolloutConfig().name} for megarl label: "

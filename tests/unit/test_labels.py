@@ -216,6 +216,7 @@ REFUSED = {
     ("label.n=1",): "label.n=1: must be at least 2: a pair has two responses",
     ("label.n=0", "label.reference=true"): "label.n=0: must be at least 1: a pair has two",
     ("rollout.name=tool_calls",): "rollout.name=tool_calls: must be single_turn for megarl label",
+    ("reward.name=none", "algorithm.name=distill"): "label.reward=null: must be set: reward.name",
     ("label.reward=none",): "label.reward=none: must score something",
     ("label.reward=roles.rm",): "label.reward=roles.rm: there is no such role; there is none",
     ("label.prompts=2", "label.held_out=2"): "label.held_out=2: must be less than label.prompts=2",
@@ -301,12 +302,19 @@ def test_changed_rows_are_refused(tmp_path: Path) -> None:
 
 
 def test_complete_labels_need_no_engines(tmp_path: Path) -> None:
+    file = ScoredFile(tmp_path)
+    for ordinal in range(5):
+        file.append(scored(1.0, ordinal=ordinal))
+    file.close()
     assert not state.is_complete(tmp_path, 5)
     state.note_complete(tmp_path, prompts=5, wanted=5)
     assert state.is_complete(tmp_path, 5) and state.is_complete(tmp_path, 4)
     assert not state.is_complete(tmp_path, 6) and not state.is_complete(tmp_path, None)
     state.note_complete(tmp_path, prompts=5, wanted=9)
     assert state.is_complete(tmp_path, None), "there are only five rows"
+    lines = (tmp_path / "scored.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "scored.jsonl").write_bytes(b"".join(lines[:-1]))
+    assert not state.is_complete(tmp_path, 5), "the user has removed a damaged line"
 
 
 def test_settings_names_the_date_of_templates(tmp_path: Path) -> None:
