@@ -26,7 +26,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.evaluation.scores import interval, ratio_interval
 from megarl.generator.fleet import Fleet
 from megarl.plan.resolve import RunPlan
-from megarl.rewards.score import Score, ScoreRequest, parts_in_win_rate
+from megarl.rewards.score import Score, parts_in_win_rate, request_of
 from megarl.roles.judge import NoVerdict
 from megarl.roles.opening import Scorer, open_initial
 from megarl.rollouts.rollout import Scoring, open_scoring
@@ -119,24 +119,16 @@ class WinRate:
         key = name, prompt.ordinal
         if key not in self._references:
             ids = self.tokenizer.encode_response(reference)
-            score = await self.scoring.one(_request(prompt, reference, ids))
+            score = await self.scoring.one(request_of(prompt, reference, ids))
             if score.failures:
                 return [score.failures[0]] * len(samples)
             self._references[key] = score
-        scores = await asyncio.gather(
-            *(
-                self.scoring.one(
-                    _request(
-                        prompt,
-                        last_turn(sample),
-                        sample.token_ids,
-                        index,
-                        truncated=sample.finish_reason == "length",
-                    )
-                )
-                for index, sample in enumerate(samples)
-            )
-        )
+        requests = []
+        for index, sample in enumerate(samples):
+            truncated = sample.finish_reason == "length"
+            text = last_turn(sample)
+            requests.append(request_of(prompt, text, sample.token_ids, index, truncated))
+        scores = await asyncio.gather(*map(self.scoring.one, requests))
         return [_win(score, self._references[key].reward) for score in scores]
 
     async def _compared(self, prompt: Prompt, response: str, reference: str) -> Win:
@@ -149,27 +141,6 @@ class WinRate:
                 return Failure(game.kind, str(game), response, part.part)
         assert isinstance(first, float) and isinstance(second, float)
         return (first + 1 - second) / 2
-
-
-def _request(
-    prompt: Prompt,
-    text: str,
-    token_ids: Sequence[int],
-    index: int = 0,
-    truncated: bool = False,
-) -> ScoreRequest:
-    return ScoreRequest(
-        response=text,
-        answer=prompt.answer,
-        prompt=prompt.text,
-        row=prompt.row,
-        source=prompt.source,
-        prompt_token_ids=prompt.token_ids,
-        token_ids=token_ids,
-        version=0,
-        sample_index=index,
-        truncated=truncated,
-    )
 
 
 def _win(score: Score, reference: float) -> Win:

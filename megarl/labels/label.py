@@ -32,7 +32,7 @@ from megarl.labels.pairs import (
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
-from megarl.rewards.score import Score, ScoreRequest, parts_in_labels
+from megarl.rewards.score import Score, parts_in_labels, request_of
 from megarl.roles.judge import Games, win_shares
 from megarl.roles.opening import open_scorers, open_served
 from megarl.rollouts.rollout import (
@@ -60,25 +60,12 @@ def given_sample(text: str, tokenizer: Tokenizer) -> Sample:
     )
 
 
-def request_of(prompt: Prompt, sample: Sample, index: int) -> ScoreRequest:
-    """The request to score a sample of one turn."""
-    return ScoreRequest(
-        response=sample.text,
-        answer=prompt.answer,
-        prompt=prompt.text,
-        row=prompt.row,
-        source=prompt.source,
-        prompt_token_ids=prompt.token_ids,
-        token_ids=sample.token_ids,
-        version=0,
-        sample_index=index,
-        truncated=sample.finish_reason == "length",
-    )
-
-
 async def score_each(scoring: Scoring, prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]:
     """The samples with scores of their own, without those of comparisons."""
-    requests = [request_of(prompt, sample, index) for index, sample in enumerate(samples)]
+    requests = []
+    for index, sample in enumerate(samples):
+        truncated = sample.finish_reason == "length"
+        requests.append(request_of(prompt, sample.text, sample.token_ids, index, truncated))
     return with_scores(samples, await asyncio.gather(*map(scoring.one, requests)))
 
 
@@ -152,11 +139,11 @@ class Labeller:
     async def _score(
         self, prompt: Prompt, samples: list[Sample]
     ) -> tuple[list[Sample], Games | None]:
-        """The samples with scores, and the games of a judge that alone compares them."""
+        """The samples with scores, and the games of a judge that is the whole reward."""
         comparing = self.scoring.comparing
         if comparing and len(samples) < 2:
             return samples, {}
-        if len(comparing) == len(parts_in_labels(self.config)):
+        if comparing and not comparing[0][0].part:
             part, judge = comparing[0]
             texts = [sample.text for sample in samples]
             games = await judge.play(prompt.text, prompt.answer, texts)

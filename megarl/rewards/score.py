@@ -20,7 +20,15 @@ from typing import Any
 
 import msgspec
 
-from megarl.base.rollout_types import EPISODE, UNANSWERED, Failure, Sample, SampleSummary, episodes
+from megarl.base.rollout_types import (
+    EPISODE,
+    UNANSWERED,
+    Failure,
+    Prompt,
+    Sample,
+    SampleSummary,
+    episodes,
+)
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import GRADERS, MAX_REWARD, RewardConfig, RolloutConfig, RunConfig
 
@@ -47,6 +55,24 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     sample_index: int = 0  # the sample's number within its prompt, from 0
     truncated: bool = False  # whether the response was cut at the maximum length
     source: str = ""  # name of the prompt's source in data.train.sources or eval.suites
+
+
+def request_of(
+    prompt: Prompt, text: str, token_ids: Sequence[int], index: int = 0, truncated: bool = False
+) -> ScoreRequest:
+    """The request to score a response outside of training. `index`: among the prompt's samples."""
+    return ScoreRequest(
+        response=text,
+        answer=prompt.answer,
+        prompt=prompt.text,
+        row=prompt.row,
+        source=prompt.source,
+        prompt_token_ids=prompt.token_ids,
+        token_ids=token_ids,
+        version=0,
+        sample_index=index,
+        truncated=truncated,
+    )
 
 
 _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_fields__}}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from megarl.labels.pairs import (
 )
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.rewards.score import RewardPart, Score
-from megarl.roles.judge import NoVerdict
+from megarl.roles.judge import NoVerdict, win_shares
 from megarl.rollouts.rollout import Scoring
 
 MODELS = Path(__file__).parents[2] / "configs/models"
@@ -163,9 +164,9 @@ def plan_of(tmp_path: Path, *overrides: str) -> RunPlan:
 
 
 def labelled(
-    tmp_path: Path, texts: list[str], score, *overrides: str, row: int = 0
+    tmp_path: Path, texts: list[str], score, *overrides: str, comparing=()
 ) -> ScoredPrompt:
-    """The prompt of a row, to which the policy answers `texts`, and `score` scores texts."""
+    """The first row's prompt, to which the policy answers `texts`, and `score` scores texts."""
     plan = plan_of(tmp_path, f"label.n={len(texts)}", *overrides)
     tokenizer = load_tokenizer(plan.config.model)
     prompts = labelled_prompts(plan.config, tokenizer, plan.spec)
@@ -177,8 +178,9 @@ def labelled(
     async def one(request) -> Score:
         return score(request)
 
-    labeller = Labeller(plan.config, 32, tokenizer, rollout, Sampling(8), Scoring(one))
-    return asyncio.run(labeller.label(prompts[row], prompts.sources[row]))
+    scoring = Scoring(one, comparing)
+    labeller = Labeller(plan.config, 32, tokenizer, rollout, Sampling(8), scoring)
+    return asyncio.run(labeller.label(prompts[0], prompts.sources[0]))
 
 
 def by_length(request) -> Score:
@@ -210,6 +212,36 @@ def test_failed_score_is_counted_and_in_no_pair(tmp_path: Path) -> None:
     labeller._count([failing] * 32)
     with pytest.raises(RunError, match="reward.name=math: 33 of 33 scores failed, .* is away"):
         labeller._count([failing])
+
+
+class LongerWins:
+    """A judge that prefers the longer response, and else the first."""
+
+    async def play(self, prompt: str, answer: str, responses: list[str]):
+        games: dict[tuple[int, int], float] = {}
+        for first, second in permutations(range(len(responses)), 2):
+            games[first, second] = float(len(responses[first]) >= len(responses[second]))
+        return games
+
+    async def compare(self, part, prompt: str, answer: str, responses: list[str]) -> list[Score]:
+        return win_shares(part, answer, responses, await self.play(prompt, answer, responses))
+
+
+def test_judge_compares_all_responses_of_a_prompt(tmp_path: Path) -> None:
+    part = RewardPart("roles.judge", 0.0)
+    prompt = labelled(
+        tmp_path, ["22", "333"], None, "label.reference=true", comparing=[(part, LongerWins())]
+    )
+    assert [(r.text, r.score) for r in prompt.responses] == [("22", 0.5), ("333", 1.0), ("1", 0.0)]
+    assert list(preferences(prompt, ALL)) == [(1, 0, 1.0), (0, 2, 1.0), (1, 2, 1.0)]
+    alone = labelled(tmp_path, ["1"], None, "label.reference=true", comparing=[(part, None)])
+    assert list(preferences(alone, ALL)) == [], "the sample is the reference"
+
+
+def test_weight_of_a_judge_among_parts_counts(tmp_path: Path) -> None:
+    part = RewardPart("roles.judge", 0.0, part="longer", weight=-1.0)
+    prompt = labelled(tmp_path, ["2", "33"], by_length, comparing=[(part, LongerWins())])
+    assert [response.score for response in prompt.responses] == [1.0, 1.0]
 
 
 REFUSED = {
