@@ -823,7 +823,9 @@ def evaluation_text(result: Mapping[str, Any], weights: WeightsSource) -> str:
         if shares:
             answers = f"{shares} ({scores['correct']} of {answers})"
         measured = "".join(
-            f"{key} {scores[key]:.3f}{_interval(scores, key)}, " for key in measures if key in scores
+            f"{key} {scores[key]:.3f}{_interval(scores, key)}, "
+            for key in measures
+            if key in scores
         )
         lines.append(
             f"  {name or 'data.eval'}: {answers}, mean reward {scores['reward/mean']:.3f}, {measured}"
