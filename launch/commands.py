@@ -31,6 +31,8 @@ from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
 from megarl.generator.groups import EngineGroup
+from megarl.labels import state
+from megarl.labels.pairs import HELD_OUT_FILE, PAIRS_FILE, read_scored, summary, write_pairs
 from megarl.launch.gpus import gpus
 from megarl.launch.inputs import check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, generating_job, launch, placement, training_job
@@ -69,7 +71,7 @@ from megarl.plan.weights import (
 )
 from megarl.reshard.layout import ITEM_BYTES
 from megarl.rewards import code
-from megarl.rewards.score import all_parts
+from megarl.rewards.score import all_parts, parts_in_labels
 from megarl.rollouts.buffer import Ledger
 from megarl.sandbox import jail
 from megarl.trainer.hf_files import fingerprint
@@ -701,6 +703,44 @@ def accuracy_line(metrics: str) -> str:
     return f"Held-out pairs in the right order: {before} before, {after} after\n"
 
 
+def label(plan: RunPlan) -> None:
+    """Scores responses to the prompts of `label`, and makes pairs for `megarl reward-model`.
+
+    Goes on where an earlier call has ended.
+    """
+    plan = with_caches(without_trainer(plan))
+    config = plan.config
+    folder = Path(config.label.output)
+    node = this_node()
+    prompts = config.label.prompts
+
+    def prepare(_: Path) -> None:
+        inputs = check_inputs(config, "label", plan)
+        data_lines = state.begin(plan, inputs.datasets)
+        done = len(read_scored(folder, prompts))
+        print(f"Labels by {', '.join(part.setting for part in parts_in_labels(config))}", end="")
+        print(f", in {folder}" + f"; {done:,} prompts are labelled already" * bool(done))
+        print(f"Weights: {plan.weights}", *role_lines(plan), *inputs.remarks, *data_lines, sep="\n")
+        sys.stdout.flush()
+
+    if state.is_complete(folder, prompts):
+        if not node.is_head:
+            return
+        state.begin(plan, check_data(config, plan.spec, "label"))
+    else:
+        job = generating_job(plan, "label", folder / "logs", driver="label")
+        poll = Doings(folder).poll if node.is_head else lambda: None
+        launched = launch(plan, job, node, prepare, poll)
+        if not node.is_head:
+            return
+        state.note_complete(folder, _read_result(launched / "result.json"), prompts)
+    scored = read_scored(folder, prompts)
+    pairs = write_pairs(folder, scored, config.label)
+    print(summary(scored, pairs))
+    held_out_file = f", of the first {config.label.held_out} prompts in {folder / HELD_OUT_FILE}"
+    print(f"The pairs are in {folder / PAIRS_FILE}{held_out_file * bool(config.label.held_out)}")
+
+
 def evaluate_checkpoint(
     plan: RunPlan, step: int | None = None, best: bool = False, quiet: bool = False
 ) -> CommandResult:
@@ -771,6 +811,7 @@ def warm(plan: RunPlan) -> None:
 def evaluation_text(result: Mapping[str, Any], weights: WeightsSource) -> str:
     """A line for each held-out set."""
     lines = [f"held-out scores of {weights}"]
+    measures = ("win_rate", "perplexity")
     for name, scores in sets(result).items():
         shares = ", ".join(
             f"{key} {scores[key]:.3f}{_interval(scores, key)}"
@@ -780,8 +821,13 @@ def evaluation_text(result: Mapping[str, Any], weights: WeightsSource) -> str:
         answers = f"{scores['samples']} answers to {scores['prompts']} prompts"
         if shares:
             answers = f"{shares} ({scores['correct']} of {answers})"
+        measured = "".join(
+            f"{key} {scores[key]:.3f}{_interval(scores, key)}, "
+            for key in measures
+            if key in scores
+        )
         lines.append(
-            f"  {name or 'data.eval'}: {answers}, mean reward {scores['reward/mean']:.3f}, "
+            f"  {name or 'data.eval'}: {answers}, mean reward {scores['reward/mean']:.3f}, {measured}"
             f"{scores['truncated_fraction']:.0%} truncated; {sampling_text(scores)}"
         )
     return "\n".join(lines)
@@ -794,12 +840,12 @@ def _interval(scores: Mapping[str, float], key: str) -> str:
     return f" [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
-def _read_result(path: Path) -> dict[str, float]:
+def _read_result(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RuntimeError(
-            f"{path}: the result is missing or damaged ({error}); evaluate again"
+            f"{path}: the result is missing or damaged ({error}); start the command again"
         ) from error
 
 

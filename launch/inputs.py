@@ -37,6 +37,7 @@ from megarl.rewards.score import (
     Score,
     ScoreRequest,
     parts_in_evaluation,
+    parts_in_labels,
     parts_of_source,
 )
 from megarl.roles.plan import ServedRole, read_as
@@ -185,7 +186,7 @@ def _score_text(score: Score) -> str:
 
 
 def try_rewards(
-    config: RunConfig, datasets: Sequence[Checked], thorough: bool
+    config: RunConfig, datasets: Sequence[Checked], thorough: bool, command: str = "train"
 ) -> list[RewardTrial]:
     """Scores three texts for the first row of each dataset with the user's own functions.
 
@@ -200,7 +201,9 @@ def try_rewards(
             continue
         if not thorough:
             rows = rows[:1]
-        if checked.key.startswith("data.train"):
+        if command == "label":
+            parts = parts_in_labels(config)
+        elif checked.key.startswith("data.train"):
             parts = parts_of_source(config, source)
         else:
             parts = parts_in_evaluation(config, checked.key.removeprefix("eval.suites."))
@@ -307,6 +310,7 @@ COMMANDS = {
     "dry-run": "train",
     "sft": "sft",
     "reward-model": "reward-model",
+    "label": "label",
     "eval": "eval",
 }  # command -> the command whose inputs it reads
 
@@ -343,7 +347,7 @@ def check_inputs(
     checks = [lambda: datasets.extend(check_data(config, plan and plan.spec, reads, at_hand))]
     if plan is not None:
         checks += _checks_of_models(config, plan, reads, at_hand)
-    if reads in ("train", "eval"):
+    if reads in ("train", "eval", "label"):
         checks.append(lambda: check_rollout(config, at_hand))
     if reads == "train" and config.weights.transport != "auto":
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
@@ -356,9 +360,9 @@ def check_inputs(
     problems = problems_of(*checks)
     if problems:
         raise ConfigError(problems)
-    if plan is None or reads not in ("train", "eval"):
+    if plan is None or reads not in ("train", "eval", "label"):
         return Inputs(datasets, rewards=[])
-    return Inputs(datasets, try_rewards(config, datasets, at_hand))
+    return Inputs(datasets, try_rewards(config, datasets, at_hand, reads))
 
 
 def _checks_of_models(
@@ -382,7 +386,7 @@ def _checks_of_models(
         for role in plan.frozen:
             if can_check(role.path):
                 yield partial(check_frozen, role, config)
-    if reads in ("train", "eval"):
+    if reads in ("train", "eval", "label"):
         for role in plan.served:
             if can_check(role.settings.path):
                 yield partial(check_role, role, config)
@@ -399,7 +403,7 @@ def check_configs(plan: RunPlan, command: str, at_hand: bool) -> None:
         models.append((key, critic, plan.critic))
     if command == "train":
         models += [(f"roles.{role.name}.path", role.path, role.spec) for role in plan.frozen]
-    if command in ("train", "eval"):
+    if command in ("train", "eval", "label"):
         served = plan.served
         models += [(f"roles.{role.name}.path", role.settings.path, role.spec) for role in served]
     checks = [

@@ -74,6 +74,19 @@ def evaluate(rank: int, launch_dir: Path) -> None:
     write_whole(launch_dir / "result.json", json.dumps(result))
 
 
+def label(rank: int, launch_dir: Path) -> None:
+    """Samples and scores the responses of which pairs are made.
+
+    Writes result.json, the number of prompts, to the launch folder.
+    """
+    from megarl.labels.label import label_engines
+
+    prompts = asyncio.run(
+        label_engines(load_plan(launch_dir, "label"), Rendezvous.load(launch_dir))
+    )
+    write_whole(launch_dir / "result.json", json.dumps(prompts))
+
+
 def warm(rank: int, launch_dir: Path) -> None:
     """Waits for the engines, which compile kernels when they start.
 
@@ -146,6 +159,7 @@ ROLES: dict[str, Callable[[int, Path], None]] = {
     "sft": sft,
     "reward_model": reward_model,
     "evaluate": evaluate,
+    "label": label,
     "export": export,
     "warm": warm,
 }

@@ -45,6 +45,8 @@ COMMANDS = {
     "run": "sft, if sft.steps asks for it and it is not done yet, then train; the same command "
     "goes on where it ended",
     "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
+    "label": "score responses to prompts with a reward, a reward model or a judge, and make pairs "
+    "for megarl reward-model; the same command goes on where it ended",
     "rows": "write the rows of an environment from a hub to data.train.source and "
     "data.eval.source (rollout.name=verifiers or openenv)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
@@ -62,6 +64,7 @@ EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
     "run": ["megarl run configs/quickstart.yaml"],
     "reward-model": ["megarl reward-model configs/examples/reward_model.yaml"],
+    "label": ["megarl label configs/examples/preferences.yaml"],
     "rows": ["megarl rows configs/examples/verifiers.yaml"],
     "train": [
         "megarl train configs/quickstart.yaml",
@@ -482,6 +485,12 @@ def _reward_model(plan: RunPlan, arguments: argparse.Namespace) -> None:
     reward_model(plan)
 
 
+def _label(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.commands import label
+
+    label(plan)
+
+
 def _eval(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.launch.commands import evaluate_checkpoint
 
@@ -563,6 +572,7 @@ RUN: dict[str, Callable[[RunPlan, argparse.Namespace], int | None]] = {
     "run": _run,
     "rows": _rows,
     "reward-model": _reward_model,
+    "label": _label,
     "train": _train,
     "eval": _eval,
     "export": _export,

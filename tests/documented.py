@@ -127,6 +127,16 @@ LONG = {
     "megarl reward-model configs/examples/reward_model.yaml": "reward_model.steps=2 "
     "reward_model.every=0 "
     "reward_model.eval.size=8",
+    "megarl sft configs/examples/preferences.yaml": SHORT,
+    "megarl label configs/examples/preferences.yaml": "label.prompts=8 label.held_out=2",
+    "megarl reward-model configs/examples/preferences.yaml": "reward_model.steps=2 "
+    "reward_model.batch_size=8",
+    "megarl train configs/examples/preferences.yaml": SHORT,
+    "megarl train configs/examples/preferences.yaml run_dir=runs/preferences_ppo "
+    "sft.output=runs/preferences/sft/hf reward_model.output=runs/preferences/reward_model/hf "
+    "algorithm.name=ppo algorithm.beta=null algorithm.kl_coef=0.05 algorithm.kl=reward rollout.n=1 "
+    "rollout.prompts_per_step=128 critic.optimizer.lr=1e-3 critic.warmup_steps=5": "max_steps=2 "
+    "rollout.prompts_per_step=4 critic.warmup_steps=1 eval.limit=8",
     "megarl train configs/calculator.yaml": SHORT,
     "megarl sft configs/offpolicy/gold.yaml": SHORT,
     "megarl reward-model configs/offpolicy/gold.yaml": "reward_model.steps=2 "

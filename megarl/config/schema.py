@@ -1425,6 +1425,59 @@ class SourceAlgorithmConfig:
     )
 
 
+BEST_WORST = "best_worst"  # label.pairs
+ALL_PAIRS = "all"
+
+
+@dataclass
+class LabelConfig:
+    data: DatasetConfig | None = setting(None, "prompts to label; null: data.train")
+    prompts: int | None = setting(
+        None,
+        "label only this many prompts, in the order in which a run would train on them; null: "
+        "each row once",
+        at_least(1),
+    )
+    held_out: int = setting(
+        0,
+        "pairs of the first so many prompts go to held_out.jsonl, for reward_model.eval.source",
+        at_least(0),
+    )
+    n: int = setting(
+        2, "responses that the policy samples to each prompt, as `rollout` says", at_least(0)
+    )
+    reference: bool = setting(
+        False, "true: the row's reference answer is one more response to each prompt"
+    )
+    columns: list[str] = field(
+        default_factory=list,
+        metadata={
+            "meaning": "columns with further responses: a text, or a list of texts; "
+            "label.n=0 labels these alone"
+        },
+    )
+    reward: str | None = setting(
+        None, "how responses are scored, as reward.name; null: as in training", _REWARDS, MODULE
+    )
+    pairs: str = setting(
+        BEST_WORST,
+        "best_worst: one pair from each prompt, of its best and its worst response; all: every two "
+        "of its responses. A pairwise judge then decides each pair by its comparisons of the two",
+        one_of(BEST_WORST, ALL_PAIRS),
+    )
+    min_margin: float = setting(
+        0.0,
+        "least difference of a pair's scores; equal scores make no pair. By a pairwise judge's "
+        "comparisons it is at most 1",
+        at_least(0),
+    )
+    output: str = setting(
+        "${run_dir}/label",
+        "folder that megarl label writes pairs.jsonl to, for reward_model.data.source",
+        path=OUTPUT,
+    )
+
+
 @dataclass
 class WeightsConfig:
     transport: str = setting(
@@ -1588,6 +1641,13 @@ class EvalConfig:
     reward: str | None = setting(
         None, "how responses are scored, as reward.name; null: as in training", _REWARDS
     )
+    win_rate: str | None = setting(
+        None,
+        "how each response is compared with the row's reference answer, as reward.name, or a "
+        "pairwise judge of `roles`: the score win_rate, a tie being half a win; null: not",
+        _REWARDS,
+        MODULE,
+    )
     suites: dict[str, SuiteConfig | None] = field(
         default_factory=dict,
         metadata={"meaning": "held-out sets besides data.eval, by name; NAME=null removes one"},
@@ -1616,6 +1676,7 @@ class RunConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    label: LabelConfig = field(default_factory=LabelConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -59,7 +59,7 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
     problems = list(missing_folder(key, path))
     if problems:
         is_output = path == config.reward_model.output
-        if command in (None, "sft", "reward-model") or (
+        if command in (None, "sft", "reward-model", "label") or (
             is_output and command in ("plan", "reshard", "dry-run")
         ):
             return

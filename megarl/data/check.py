@@ -12,9 +12,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import DROP, DatasetConfig, PreferenceConfig, RunConfig, SourceConfig
 from megarl.config.tasks import source_of, task_of
 from megarl.data.batches import demonstration_tokens, pair_sets, responses_tokens, sft_data
-from megarl.data.datasets import answers_of, is_local, read_pairs, read_rows
+from megarl.data.datasets import answers_of, answers_of_labels, is_local, read_pairs, read_rows
 from megarl.data.order import source_sets
-from megarl.data.prompts import prompt_tokens
+from megarl.data.prompts import label_data, label_tokens, prompt_tokens
 from megarl.data.rows import (
     ROW_DIGEST_BYTES,
     Answers,
@@ -99,8 +99,8 @@ class Checked:
 def check_data(
     config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False
 ) -> list[Checked]:
-    """Reads what `command` ("train", "sft", "reward-model", "eval") will read, and checks it
-    against tokenizer and model. Without `spec`, checks only the rows.
+    """Reads what `command` ("train", "sft", "reward-model", "label", "eval") will read, and checks
+    it against tokenizer and model. Without `spec`, checks only the rows.
 
     `at_hand`: goes on without what the hub does not give to this machine, and checks at most a
     thousand prompts per dataset against the model's context. Raises ConfigError with all problems:
@@ -179,7 +179,9 @@ def _read(
         return read_pairs(dataset, key, config.seed, config.model, reading, most)
     assert isinstance(dataset, DatasetConfig)
     answers: Answers = "none"
-    if command != "sft":
+    if command == "label":
+        answers = answers_of_labels(config)
+    elif command != "sft":
         is_evaluated = not key.startswith("data.train")
         name = key.removeprefix("eval.suites.") if is_evaluated else source_of(config, key)
         answers = answers_of(config, is_evaluated, name)
@@ -187,7 +189,7 @@ def _read(
 
 
 def _is_learned(key: str) -> bool:
-    return key.startswith(("data.train", "sft.data"))
+    return key.startswith(("data.train", "sft.data", "label.data"))
 
 
 def digests_of(checked: Sequence[Checked]) -> dict[str, bytes | None]:
@@ -222,6 +224,8 @@ def _tokens(
         if not tokenizer.eos_ids:
             return None
         return (demonstration_tokens if command == "sft" else responses_tokens)(tokenizer, spec)
+    if command == "label":
+        return label_tokens(config, tokenizer, spec)
     most = config.data.max_prompt_tokens if key.startswith("data.train") else None
     return prompt_tokens(config, tokenizer, spec, response_tokens, most)
 
@@ -236,6 +240,8 @@ def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConf
         if config.sft.eval:
             datasets.append(("sft.eval", config.sft.eval))
         return [(section, source, 0) for section, source in datasets]
+    if command == "label":
+        return [(section, source, 0) for section, source in source_sets(*label_data(config))]
     evaluation = []
     for _, key, dataset, suite in held_out(config):
         evaluation.append((key, dataset, held_out_sampling(config, suite).max_tokens))

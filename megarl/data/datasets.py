@@ -48,7 +48,13 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import code, ifeval
 from megarl.rewards.code import cases_of
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer, plain
-from megarl.rewards.score import RewardPart, parts_in_evaluation, parts_of_source
+from megarl.rewards.score import (
+    RewardPart,
+    parts_in_evaluation,
+    parts_in_labels,
+    parts_in_win_rate,
+    parts_of_source,
+)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -556,12 +562,30 @@ def answers_of(config: RunConfig, evaluated: bool = False, name: str = "") -> An
 
     A verifier, for example, needs the final answer.
     """
-    source = source_of(config, f"eval.suites.{name}") if evaluated else name
-    rollout = task_of(config, source).rollout.name
+    if not evaluated:
+        return _answers_for(parts_of_source(config, name), task_of(config, name))
+    settings = config.eval.suites.get(name)
+    compared = [] if settings and settings.benchmark else parts_in_win_rate(config)
+    parts = [*parts_in_evaluation(config, name), *compared]
+    task = task_of(config, source_of(config, f"eval.suites.{name}"))
+    return _answers_for(parts, task, with_reference=bool(compared))
+
+
+def answers_of_labels(config: RunConfig) -> Answers:
+    """The form of reference answers that megarl label needs, always with the row."""
+    form = _answers_for(parts_in_labels(config), config, with_reference=config.label.reference)
+    return WITH_ROW.get(form, form)
+
+
+def _answers_for(
+    parts: Sequence[RewardPart], config: RunConfig, with_reference: bool = False
+) -> Answers:
+    rollout = config.rollout.name
     if rollout in OF_HUBS:
         return "row"
-    parts = parts_in_evaluation(config, name) if evaluated else parts_of_source(config, source)
     needs = {_answer_for(part, config) for part in parts}
+    if with_reference:
+        needs.add("whole")
     forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
     answer_form: Answers = next(form for form in forms if form in needs)
     gives_row = "whole" in needs or ":" in rollout or rollout == "program"
@@ -798,9 +822,23 @@ def _prompt(
     A chat template takes it as a user's message or a list of messages. `answered`: if the list ends
     with an answer, the prompt is what comes before it.
     """
-    messages = _dig(record, field)
-    if not isinstance(messages, list) and config.prompt_template != CHAT:
+    if not _is_rendered(record, field, config):
         return config.prompt_template.replace("{prompt}", _text(record, field))
+    conversation = _prompt_messages(record, field, config, answered)
+    return _rendered(
+        record,
+        conversation,
+        field,
+        chat,
+        lambda template, tools: template.render(conversation, tools),
+    )
+
+
+def _prompt_messages(
+    record: dict[str, Any], field: str, config: SourceConfig, answered: bool
+) -> list[Message]:
+    """The messages that `_prompt` renders."""
+    messages = _dig(record, field)
     if not isinstance(messages, list):
         messages = [{"role": "user", "content": _text(record, field)}]
     conversation = _messages(messages, field, config)
@@ -810,14 +848,31 @@ def _prompt(
         raise RowProblem(
             f"field {field!r}: the last message is the assistant's, so there is nothing to answer"
         )
-    conversation = _without_weights(conversation)
-    return _rendered(
-        record,
-        conversation,
-        field,
-        chat,
-        lambda template, tools: template.render(conversation, tools),
-    )
+    return _without_weights(conversation)
+
+
+def conversation_of(record: dict[str, Any], config: DatasetConfig, key: str) -> list[Message]:
+    """The messages behind the prompt of a row that was rendered by the chat template."""
+    record = record.compact if isinstance(record, ArrowRow) else record
+    field = columns_of(record, config, key).prompt
+    return _prompt_messages(record, field, config, answered=config.prompt_key is None)
+
+
+def responses_in(record: dict[str, Any], columns: Sequence[str]) -> list[tuple[str, str]]:
+    """(column, text) of the responses in `columns`, each a text or a list of texts.
+
+    Raises RowProblem.
+    """
+    responses: list[tuple[str, str]] = []
+    for column in columns:
+        value = _dig(record, column)
+        texts = value if isinstance(value, list) else [value]
+        if value is _MISSING:
+            raise RowProblem(f"no column {column!r} (label.columns)")
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise RowProblem(f"field {column!r} (label.columns) must be text, or a list of texts")
+        responses += [(column, text) for text in texts]
+    return responses
 
 
 def _is_rendered(record: dict[str, Any], field: str, config: SourceConfig) -> bool:

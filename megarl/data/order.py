@@ -16,7 +16,7 @@ from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import (
     MIXED,
     CurriculumConfig,
-    LearnedConfig,
+    DatasetConfig,
     MixedConfig,
     MixtureConfig,
     RunConfig,
@@ -127,7 +127,7 @@ def mixed(config: MixtureConfig) -> dict[str, MixedConfig]:
 _TRAIN = "data.train"
 
 
-def source_sets(config: LearnedConfig, key: str) -> list[tuple[str, LearnedConfig]]:
+def source_sets[D: DatasetConfig](config: D, key: str) -> list[tuple[str, D | MixedConfig]]:
     """(config key, dataset) of each source that a section mixes, or of its only one."""
     if not isinstance(config, MixtureConfig) or not mixed(config):
         return [(key, config)]

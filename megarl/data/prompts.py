@@ -9,9 +9,9 @@ from typing import Any
 
 from megarl.base.rollout_types import Prompt
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DROP, LearnedConfig, RunConfig
+from megarl.config.schema import DROP, DatasetConfig, RunConfig
 from megarl.config.tasks import task_of
-from megarl.data.datasets import answers_of, load_rows
+from megarl.data.datasets import answers_of, answers_of_labels, load_rows, responses_in
 from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
 from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_sampling
 from megarl.data.tokenizer import Tokenizer
@@ -21,6 +21,7 @@ from megarl.models.spec import ModelSpec
 # tokens of context and KV cache that SGLang reserves in every request (0.5.23, tp_worker.py:
 # max_req_input_len)
 KEPT_BACK = 6
+_TRAIN = "data.train"
 
 
 def row_index(ordinal: int, rows: int, order: str, shuffle: bool) -> int:
@@ -122,7 +123,7 @@ def dropping(config: RunConfig, tokens: Callable[[Any], int]) -> Reading | None:
 
 def load_sources(
     config: RunConfig,
-    dataset: LearnedConfig,
+    dataset: DatasetConfig,
     key: str,
     mixture: Mixture,
     answers: Callable[[str], Answers],
@@ -178,13 +179,50 @@ def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> P
     sources = load_sources(
         config,
         config.data.train,
-        "data.train",
+        _TRAIN,
         train_mixture(config),
         answers=lambda source: answers_of(config, name=source),
         order="prompts",
         tokens=tokens,
     )
     return PromptStream(sources, tokenizer)
+
+
+def label_data(config: RunConfig) -> tuple[DatasetConfig, str]:
+    """The dataset that megarl label reads, and its config section."""
+    return (config.label.data, "label.data") if config.label.data else (config.data.train, _TRAIN)
+
+
+def labelled_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> PromptStream:
+    """The prompts of `label_data`, in the order of training. Raises ConfigError."""
+    dataset, key = label_data(config)
+    sources = load_sources(
+        config,
+        dataset,
+        key,
+        Mixture() if config.label.data else train_mixture(config),
+        answers=lambda _: answers_of_labels(config),
+        order="prompts",
+        tokens=lambda _: label_tokens(config, tokenizer, spec),
+    )
+    return PromptStream(sources, tokenizer)
+
+
+def label_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row], int]:
+    """`prompt_tokens` for rows to label, which also checks the responses in `label.columns`."""
+    most = config.data.max_prompt_tokens
+    tokens = prompt_tokens(config, tokenizer, spec, config.rollout.max_tokens, most)
+
+    def count(row: Row) -> int:
+        responses_in(row.record, config.label.columns)
+        return tokens(row)
+
+    return count
+
+
+def reference_of(row: Row) -> str:
+    """The row's reference answer as a response: what the policy writes last in it."""
+    return row.demonstration if isinstance(row.demonstration, str) else row.demonstration[-1]
 
 
 @dataclass(frozen=True)
@@ -195,6 +233,7 @@ class HeldOutSet:
     prompts: list[Prompt]
     samples: int  # per prompt
     sampling: Sampling  # without end-of-text
+    references: Sequence[str] = ()  # to each prompt, with eval.win_rate
 
 
 def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> list[HeldOutSet]:
@@ -215,7 +254,10 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> l
         samples = config.eval.samples
         if suite is not None and suite.samples is not None:
             samples = suite.samples
-        sets.append(HeldOutSet(name, prompts, samples, sampling))
+        references: list[str] = []
+        if config.eval.win_rate is not None and not (suite and suite.benchmark):
+            references = [reference_of(rows[i]) for i in range(limit)]
+        sets.append(HeldOutSet(name, prompts, samples, sampling, references))
     return sets
 
 

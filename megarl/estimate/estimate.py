@@ -56,8 +56,9 @@ from megarl.plan.topologies import (
 )
 from megarl.plan.weights import needs_reference
 from megarl.reshard.deltas import INBOX_SHARE
+from megarl.rewards.score import trained_parts
 from megarl.roles.plan import ServedRole, find_served, pairs
-from megarl.roles.settings import JUDGE, PAIRWISE, REFERENCE
+from megarl.roles.settings import JUDGE, PAIRWISE, REFERENCE, TEACHER
 from megarl.teachers.plan import find_frozen, teachers_of
 
 
@@ -141,7 +142,8 @@ def training_time(
 
 @dataclass(frozen=True)
 class ServedEstimate:
-    """A frozen model on engines. `score_s`: time of the slowest engine for a step's responses.
+    """A frozen model on engines. `score_s`: time of the slowest engine for a step's responses; 0 if
+    it only takes part in evaluations.
 
     Scores are requested while other responses are generated.
     """
@@ -169,11 +171,14 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> ServedEsti
     work = _workload(config, role)
     memory = generator_memory(spec, shape, role.dtype, work, gpu)
     time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
+    scores_training = {part.role for part in trained_parts(config)}
+    is_in_training = role.role == TEACHER or role.name in scores_training
+    step_s = time.total if role.role == JUDGE else time.prefill
     return ServedEstimate(
         gpus=settings.engines * settings.tp,
         memory=memory,
         over_gib=over_bytes(memory, shape, gpu) / GIB,
-        score_s=time.total if role.role == JUDGE else time.prefill,
+        score_s=step_s if is_in_training else 0.0,
     )
 
 
@@ -189,7 +194,8 @@ def _workload(config: RunConfig, role: ServedRole) -> Workload:
         return Workload(policy.sequences, policy.sequences, read, 1, 1 + longest - read)
     sequences = policy.sequences
     if settings.mode == PAIRWISE:
-        sequences = policy.prompts * 2 * len(pairs(config.rollout.n, settings.opponents))
+        responses = max(2, config.rollout.n)  # one may be a reference (eval.win_rate)
+        sequences = policy.prompts * 2 * len(pairs(responses, settings.opponents))
         read = read + policy.response_tokens
         longest = longest + policy.max_response_tokens
     return Workload(

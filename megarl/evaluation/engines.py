@@ -24,6 +24,7 @@ from megarl.base.rollout_types import Group, Prompt, Version
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.evaluation.evaluate import evaluate_sets
+from megarl.evaluation.measures import Measures, open_measures
 from megarl.evaluation.scores import BEGUN, FAILED, SKIPPED, is_due, note, write_result
 from megarl.executors.engine_calls import show_engines
 from megarl.generator.completions import EngineError, Sampling
@@ -192,6 +193,7 @@ class EvaluationDriver:
     rollout: Rollout  # the rollout of held-out prompts
     sets: Sequence[HeldOutSet]
     tokenizer: Tokenizer
+    measures: Measures
     trace: TraceWriter
     status: StatusBoard
     background: Background
@@ -237,6 +239,7 @@ class EvaluationDriver:
             self.sets,
             self.tokenizer,
             self.fleet.places(engines),
+            self.measures,
         )
         work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
         if not await self.fleet.while_serving(work):
@@ -339,6 +342,7 @@ async def evaluate_versions(
             rollout=rollouts.held_out,
             sets=sets,
             tokenizer=tokenizer,
+            measures=await open_measures(plan, served, scorers, tokenizer, resources, logs),
             trace=trace,
             status=status,
             background=background,

@@ -20,6 +20,7 @@ from megarl.config.schema import BY_CALLS, RunConfig
 from megarl.config.tasks import source_of, task_of, with_source_keys
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.evaluation.measures import Measures, open_measures
 from megarl.evaluation.scores import interval
 from megarl.generator.seeds import seed_of
 from megarl.messaging.rendezvous import Rendezvous
@@ -114,7 +115,12 @@ def _answer_scores(episodes: Sequence[Sequence[Sample]], grader: str) -> dict[st
 
 
 async def answer_all(
-    rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, config: RunConfig
+    rollout: Rollout,
+    held_out: HeldOutSet,
+    tokenizer: Tokenizer,
+    at_once: int,
+    config: RunConfig,
+    measures: Measures | None = None,
 ) -> dict[str, Any]:
     """Evaluates one set and returns its scores.
 
@@ -139,6 +145,7 @@ async def answer_all(
         line="evaluation",
     ) as answered:
         groups = await asyncio.gather(*map(answer, held_out.prompts))
+    measured = await measures.of(held_out, groups) if measures else {}
     samples = [sample for group in groups for sample in group.samples]
     parts = parts_in_evaluation(config, held_out.name)
     source = source_of(config, f"eval.suites.{held_out.name}")
@@ -154,6 +161,7 @@ async def answer_all(
     grader = parts[0].name if scored_by_text else ""
     return {
         **scores(groups, graded, grader),
+        **measured,
         **failure_metrics(samples),
         **episode_metrics(samples),
         "seconds": time.monotonic() - start_s,
@@ -181,6 +189,7 @@ async def evaluate_sets(
     sets: Sequence[HeldOutSet],
     tokenizer: Tokenizer,
     places: int,
+    measures: Measures | None = None,
 ) -> dict[str, Any]:
     """Evaluates one set after the other.
 
@@ -188,7 +197,7 @@ async def evaluate_sets(
     "suites", the scores of each set of eval.suites.
     """
     suites = {
-        held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config)
+        held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config, measures)
         for held_out in sets
     }
     result = suites.pop("", {})
@@ -207,8 +216,11 @@ async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, A
     status.set("waiting for start-up from the engines")
     async with AsyncExitStack() as resources:
         fleet = await open_fleet(plan, rendezvous, resources)
-        scorers = open_scorers(plan, await open_served(plan, rendezvous, resources), tokenizer)
+        served = await open_served(plan, rendezvous, resources)
+        scorers = open_scorers(plan, served, tokenizer)
         rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False)
+        logs = Path(plan.config.run_dir) / "eval" / "logs"
+        measures = await open_measures(plan, served, scorers, tokenizer, resources, logs)
         sets = held_out_sets(plan.config, tokenizer, plan.spec)
         status.set("evaluating")
-        return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, plan.places)
+        return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, plan.places, measures)

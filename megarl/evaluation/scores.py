@@ -346,6 +346,22 @@ def _draws(shares: Sequence[float], counts: Sequence[float], mean: float) -> flo
     return mean * (1 - mean) / variance * (Z95 / _t95(prompts - 1)) ** 2
 
 
+def ratio_interval(numerators: Sequence[float], counts: Sequence[float]) -> tuple[float, float]:
+    """The 95% confidence interval of sum(numerators) / sum(counts), one of each for each prompt.
+
+    The variance is that of a ratio estimator (Cochran 1977, (6.13)). Without two prompts it is
+    unknown, and the interval is the ratio alone.
+    """
+    prompts = len(counts)
+    ratio = sum(numerators) / sum(counts)
+    if prompts < 2:
+        return ratio, ratio
+    squares = sum((value - ratio * count) ** 2 for value, count in zip(numerators, counts))
+    error = sqrt(squares * prompts / (prompts - 1)) / sum(counts)
+    half = _t95(prompts - 1) * error
+    return ratio - half, ratio + half
+
+
 def _t95(freedom: int) -> float:
     """Student's 97.5% quantile, with an error below 0.5% (Abramowitz and Stegun 1964, 26.7.5; its
     series does not work below 4).

@@ -20,6 +20,7 @@ from megarl.data.order import Curriculum
 from megarl.data.prompts import held_out_sets, train_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.evaluate import evaluate_sets
+from megarl.evaluation.measures import open_measures
 from megarl.evaluation.scores import is_due, write_result
 from megarl.executors.engine_calls import FleetCalls, show_engines
 from megarl.generator.completions import Sampling
@@ -114,6 +115,12 @@ class GeneratorExecutor:
             tell=failures.tell,
         )
         self.rollouts_of = self.run(rollouts)
+        if self.held_out:
+            logs = Path(config.run_dir) / "logs"
+            measures = open_measures(
+                self.plan, served_fleets, scorers, self.tokenizer, self._resources, logs
+            )
+            self.measures = self.run(measures)
         judge = partial(judged, config=config)
         clock = self.rollouts_of.clock
         self.stream = RolloutStream(
@@ -295,6 +302,7 @@ class GeneratorExecutor:
                 self.held_out,
                 self.tokenizer,
                 self.fleet.places(self.fleet.counted),
+                self.measures,
             )
         write_result(config.run_dir, version, result)
 

@@ -412,6 +412,8 @@ def _scores(row: Row) -> Iterator[str]:
             ).lstrip()
         elif set_name.startswith("eval") and key.endswith("/reward/mean"):
             yield f"reward {_shown(row[key], '.3f')}"
+        elif set_name.startswith("eval") and score in ("win_rate", "perplexity"):
+            yield f"{score} {_shown(row[key], '.3f')}"
 
 
 def _serves(statuses: Sequence[Status]) -> bool:

@@ -361,6 +361,8 @@ def scores_to_choose_by(config: RunConfig) -> list[str]:
             scores = [f"pass@{samples}", f"avg@{samples}", *scores]
         if not graded:
             scores = ["pass@1", *scores]
+        if config.eval.win_rate is not None and not (suite and suite.benchmark):
+            scores.append("win_rate")
         keys += ["/".join(("eval", *name.split(), score)) for score in scores]
     return keys
 

@@ -23,6 +23,7 @@ from megarl.config.schema import (
     OF_HUBS,
     OWN_PLACE,
     UNQUANTISED,
+    UNSCORED,
     EvalConfig,
     GroupConfig,
     RewardConfig,
@@ -30,7 +31,7 @@ from megarl.config.schema import (
     RunConfig,
     SuiteConfig,
 )
-from megarl.config.tasks import by_source
+from megarl.config.tasks import by_source, task_of
 from megarl.data.order import mixed, mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out, held_out_sampling
 from megarl.lora.plan import check_lora, check_lora_groups
@@ -235,16 +236,20 @@ def check_whole_nodes(config: RunConfig) -> Iterable[str]:
             )
 
 
-def check_evaluated_format(config: RunConfig) -> Iterable[str]:
-    """Refuses quantised and dummy weights for megarl eval, which has no trainer to write them."""
+def check_served_format(config: RunConfig, command: str) -> Iterable[str]:
+    """Refuses quantised and dummy weights for a command without a trainer to write them."""
     if config.generator.quantization is not None:
         quantization = f"generator.quantization={config.generator.quantization}"
-        yield f"{quantization}: must be null for megarl eval, which serves the checkpoint as it is"
+        yield f"{quantization}: must be null for {command}, which serves the checkpoint as it is"
     if config.generator.server_args.get("load_format") == "dummy":
         yield (
-            "generator.server_args.load_format=dummy: must be left out for megarl eval: no "
+            f"generator.server_args.load_format=dummy: must be left out for {command}: no "
             "update would write the weights"
         )
+
+
+def check_evaluated_format(config: RunConfig) -> Iterable[str]:
+    return check_served_format(config, "megarl eval")
 
 
 def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -703,6 +708,13 @@ def check_shaping(config: RunConfig) -> Iterable[str]:
 def check_eval(config: RunConfig) -> Iterable[str]:
     if config.eval.every and not held_out(config):
         yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
+    if config.eval.win_rate is not None and not held_out(config):
+        yield f"eval.win_rate={config.eval.win_rate}: needs held-out prompts: set data.eval.source"
+    if config.eval.win_rate is not None and config.rollout.name in OF_HUBS:
+        yield (
+            f"eval.win_rate={config.eval.win_rate}: must be null with "
+            f"rollout.name={config.rollout.name}, whose rows have no reference answers"
+        )
     yield from _idle_filters(config)
     if config.eval.samples > 1 and config.eval.temperature == 0:
         yield (
@@ -824,6 +836,38 @@ def check_reward_model_command(config: RunConfig) -> Iterable[str]:
     yield from new_folder_problems("reward_model.output=", settings.output)
 
 
+def check_label_command(config: RunConfig) -> Iterable[str]:
+    label = config.label
+    if label.n + label.reference < 2 and not label.columns:
+        yield (
+            f"label.n={label.n}: must be at least {2 - label.reference}: a pair has two responses; "
+            "label.reference=true and label.columns give more"
+        )
+    if label.reward is None and any(part.name == UNSCORED for part in parts_of(config.reward)):
+        yield f"label.reward=null: must be set: reward.name={UNSCORED} scores nothing"
+    if config.rollout.name != RolloutConfig().name:
+        yield (
+            f"rollout.name={config.rollout.name}: must be {RolloutConfig().name} for megarl label: "
+            "a pair has two texts of the policy alone"
+        )
+    for name in mixed(config.data.train) if label.data is None else ():
+        task = task_of(config, name)
+        if task.rollout != config.rollout or task.reward != config.reward:
+            yield (
+                f"data.train.sources.{name}: must have no rollout or reward of its own for megarl "
+                "label, which samples and scores all prompts alike; or set label.data"
+            )
+    if label.prompts is None and label.data is None and mixed(config.data.train):
+        yield "label.prompts=null: must be set with data.train.sources: each has its own epochs"
+    if label.prompts is not None and label.held_out >= label.prompts:
+        yield (
+            f"label.held_out={label.held_out}: must be less than label.prompts={label.prompts}, or "
+            "no pairs are left to learn from"
+        )
+    yield from check_served_format(config, "megarl label")
+    yield from folder_problems("label.output=", label.output)
+
+
 def check_run_dir(config: RunConfig) -> Iterable[str]:
     return folder_problems("run_dir=", config.run_dir)
 
@@ -922,6 +966,7 @@ COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "reward-model": (check_run_dir, check_reward_model_command),
     "train": (check_run_dir, *_TRAIN_CHECKS),
     "dry-run": (check_run_dir_here, *_TRAIN_CHECKS),
+    "label": (check_run_dir, check_label_command, check_draft_model),
     "eval": (check_run_dir, check_evaluated_format, check_eval_command, check_draft_model),
     "export": (check_run_dir, check_exported),
 }

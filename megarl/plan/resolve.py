@@ -39,7 +39,7 @@ from megarl.speculative.settings import NEXTN, NGRAM
 from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 
 # commands that render prompts, or go on to one that does
-DATED = ("train", "dry-run", "sft", "reward-model", "eval", "export")
+DATED = ("train", "dry-run", "sft", "reward-model", "label", "eval", "export")
 # command -> the section that may set its own parallel sizes
 SIZE_SECTIONS = {"sft": "sft", "reward-model": "reward_model"}
 

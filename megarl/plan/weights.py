@@ -28,6 +28,7 @@ from megarl.roles.settings import JUDGE, REFERENCE, REWARD_MODEL, RoleConfig, ro
 
 WARM_START = "warm_start.json"  # in sft.output: the settings with which megarl sft made the weights
 WARM = "warm"  # the command that only lets engines compile, for which any weights will do
+LABEL_SETTINGS = "settings.json"  # in label.output: what megarl label has made the labels with
 _DATE = "model.chat_template.date"
 BEGUN_WITH = "begun_with.json"  # in run_dir: the weights that the run began with
 
@@ -87,6 +88,8 @@ def with_date(config: RunConfig, command: str | None) -> RunConfig:
 
 
 def _first_date(config: RunConfig, command: str | None) -> str | None:
+    if command == "label":
+        return (_read(Path(config.label.output) / LABEL_SETTINGS, _DATE) or {}).get(_DATE)
     if command != "sft":
         return value_before(config, _DATE)
     checkpoints = complete_checkpoints(Path(config.run_dir) / "sft")
@@ -168,7 +171,7 @@ def _weights_of_new_run(config: RunConfig) -> WeightsSource:
 def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
     """Yields a problem if `command` needs weights that are missing."""
     weights = find_weights(config, command)
-    reads_weights = command in ("sft", "reward-model", "train", "eval", "dry-run")
+    reads_weights = command in ("sft", "reward-model", "label", "train", "eval", "dry-run")
     if command == "export" and config.lora.rank:
         reads_weights = True
     if weights.are_there or weights.are_gone or not reads_weights:
@@ -181,7 +184,7 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
     if command in ("sft", "reward-model"):
         if not config.model.random_init:
             yield f"{none}; set model.random_init=true to start from random ones"
-    elif command != "eval" and complete_checkpoints(config.run_dir):
+    elif command not in ("eval", "label") and complete_checkpoints(config.run_dir):
         yield (
             f"{why_first_weights(config)} what the run began with, but {weights.path} holds no "
             "weights any more"

@@ -25,6 +25,7 @@ from megarl.base.rollout_types import (
     UNANSWERED,
     Failure,
     GroupSummary,
+    Prompt,
     Sample,
     SampleSummary,
     TurnReward,
@@ -57,6 +58,24 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     sample_index: int = 0  # the sample's number within its prompt, from 0
     truncated: bool = False  # whether the response was cut at the maximum length
     source: str = ""  # name of the prompt's source in data.train.sources or eval.suites
+
+
+def request_of(
+    prompt: Prompt, text: str, token_ids: Sequence[int], index: int = 0, truncated: bool = False
+) -> ScoreRequest:
+    """The request to score a response outside of training. `index`: among the prompt's samples."""
+    return ScoreRequest(
+        response=text,
+        answer=prompt.answer,
+        prompt=prompt.text,
+        row=prompt.row,
+        source=prompt.source,
+        prompt_token_ids=prompt.token_ids,
+        token_ids=token_ids,
+        version=0,
+        sample_index=index,
+        truncated=truncated,
+    )
 
 
 _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_fields__}}
@@ -311,11 +330,26 @@ def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[RewardPart]:
     return [RewardPart(config.eval.reward, config.reward.failed_score, key="eval.reward")]
 
 
+def parts_in_labels(config: RunConfig) -> list[RewardPart]:
+    """The parts of the score by which megarl label prefers responses."""
+    if config.label.reward is not None:
+        return [RewardPart(config.label.reward, config.reward.failed_score, key="label.reward")]
+    return parts_of(config.reward) if config.label.data else trained_parts(config)
+
+
+def parts_in_win_rate(config: RunConfig) -> list[RewardPart]:
+    """What compares held-out responses with references (eval.win_rate); empty if nothing does."""
+    if config.eval.win_rate is None:
+        return []
+    return [RewardPart(config.eval.win_rate, config.reward.failed_score, key="eval.win_rate")]
+
+
 def all_parts(config: RunConfig) -> list[RewardPart]:
-    """The parts of the rewards of training and of all evaluations."""
+    """The parts of the rewards of training, of all evaluations, and of labels."""
     suites = [name for name, suite in config.eval.suites.items() if suite]
     evaluated = [part for name in ("", *suites) for part in parts_in_evaluation(config, name)]
-    return list(dict.fromkeys((*trained_parts(config), *evaluated)))
+    others = (*parts_in_win_rate(config), *parts_in_labels(config))
+    return list(dict.fromkeys((*trained_parts(config), *evaluated, *others)))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from msgspec.structs import replace
@@ -103,6 +103,10 @@ class NoVerdict(Exception):
         self.kind = kind
 
 
+# (first, second) -> how much of a win it is for the first, in this order
+Games = Mapping[tuple[int, int], float | NoVerdict]
+
+
 class Judge:
     """Scores responses.
 
@@ -147,6 +151,10 @@ class Judge:
 
         Comparisons without a verdict do not count. A response without any verdict has failed.
         """
+        return win_shares(part, answer, responses, await self.play(prompt, answer, responses))
+
+    async def play(self, prompt: str, answer: str, responses: Sequence[str]) -> Games:
+        """Compares responses, each pair in both orders."""
         games: list[tuple[int, int]] = []
         for first, second in pairs(len(responses), self._settings.opponents):
             games += [(first, second), (second, first)]
@@ -163,25 +171,7 @@ class Judge:
                 return error
 
         results = await asyncio.gather(*(play(*game) for game in games))
-        wins: list[list[float]] = [[] for _ in responses]
-        errors: list[list[NoVerdict]] = [[] for _ in responses]
-        for (first, second), result in zip(games, results, strict=True):
-            if isinstance(result, NoVerdict):
-                errors[first].append(result)
-                errors[second].append(result)
-            else:
-                wins[first].append(result)
-                wins[second].append(1 - result)
-        scores = []
-        for index, response in enumerate(responses):
-            if wins[index]:
-                score = Score(fmean(wins[index]))
-            else:
-                error = errors[index][0]
-                score = part.failed(error.kind, str(error), ScoreRequest(response, answer))
-            undecided = len(errors[index]) / (len(errors[index]) + len(wins[index]))
-            scores.append(Score(score.reward, {UNDECIDED: undecided}, score.failures))
-        return scores
+        return dict(zip(games, results, strict=True))
 
     async def _ask(self, **values: str) -> float:
         """Raises NoVerdict."""
@@ -207,6 +197,34 @@ class Judge:
         if score is None:
             raise NoVerdict("error", f"{self._key} gave no verdict: …{text[-_SHOWN_CHARS:]!a}")
         return score
+
+
+def win_shares(
+    part: RewardPart,
+    answer: str,
+    responses: Sequence[str],
+    games: Games,
+) -> list[Score]:
+    """The scores of `Judge.compare`, from the results of `Judge.play`."""
+    wins: list[list[float]] = [[] for _ in responses]
+    errors: list[list[NoVerdict]] = [[] for _ in responses]
+    for (first, second), result in games.items():
+        if isinstance(result, NoVerdict):
+            errors[first].append(result)
+            errors[second].append(result)
+        else:
+            wins[first].append(result)
+            wins[second].append(1 - result)
+    scores = []
+    for index, response in enumerate(responses):
+        if wins[index]:
+            score = Score(fmean(wins[index]))
+        else:
+            error = errors[index][0]
+            score = part.failed(error.kind, str(error), ScoreRequest(response, answer))
+        undecided = len(errors[index]) / (len(errors[index]) + len(wins[index]))
+        scores.append(Score(score.reward, {UNDECIDED: undecided}, score.failures))
+    return scores
 
 
 def questions(role: ServedRole) -> tuple[Tokenizer, Template]:

@@ -17,7 +17,7 @@ from megarl.plan.weights import convert_hint
 from megarl.roles.judge import Judge, questions
 from megarl.roles.plan import ServedRole
 from megarl.roles.reward_model import RewardModel, reading
-from megarl.roles.settings import REWARD_MODEL, TEACHER
+from megarl.roles.settings import INITIAL, JUDGE, REWARD_MODEL, TEACHER
 from megarl.teachers.engines import ServedTeacher, ServedTeachers, check_tokens
 from megarl.teachers.plan import teacher_format
 from megarl.trainer.hf_files import header
@@ -57,7 +57,7 @@ def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> 
     """The scorer of each role. Raises ConfigError."""
     scorers = {}
     for role in plan.served:
-        if role.role != TEACHER:
+        if role.role in (REWARD_MODEL, JUDGE):
             scorers[role.name] = _scorer(role, fleets[role.name], policy, plan.config.seed)
     return scorers
 
@@ -72,6 +72,14 @@ def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> ServedTeachers | N
     return ServedTeachers(teachers, form) if teachers else None
 
 
+def open_initial(plan: RunPlan, fleets: dict[str, Fleet]) -> ServedTeacher | None:
+    """The model whose perplexity is measured, if there is one."""
+    for role in plan.served:
+        if role.role == INITIAL:
+            return ServedTeacher(role, fleets[role.name], top_k=0)
+    return None
+
+
 def _scorer(role: ServedRole, fleet: Fleet, policy: Tokenizer, seed: int) -> Scorer:
     if role.role == REWARD_MODEL:
         return RewardModel(role, fleet, policy)
@@ -82,7 +90,7 @@ def check_served(role: ServedRole, policy: Tokenizer) -> None:
     """Raises ConfigError if the model cannot read the policy's responses."""
     if role.role == REWARD_MODEL:
         reading(role, policy)
-    elif role.role == TEACHER:
+    elif role.role in (TEACHER, INITIAL):
         check_tokens(f"roles.{role.name}.path", role.settings.path, policy)
     else:
         questions(role)

@@ -27,11 +27,18 @@ from megarl.generator.groups import EngineGroup
 from megarl.messaging.rendezvous import PURPOSES, Purpose
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family, missing_folder
-from megarl.rewards.score import RewardPart, all_parts, parts_in_evaluation, trained_parts
+from megarl.rewards.score import (
+    RewardPart,
+    parts_in_evaluation,
+    parts_in_labels,
+    parts_in_win_rate,
+    trained_parts,
+)
 from megarl.roles.settings import (
     CHAT,
     CRITIC,
     ENGINES,
+    INITIAL,
     JUDGE,
     PAIRWISE,
     PLACES,
@@ -48,7 +55,7 @@ from megarl.roles.settings import (
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 # names that other processes have
 TAKEN = (
-    *"trainer reward tool sft evaluate export hub evaluation".split(),
+    *"trainer reward tool sft evaluate export hub evaluation label".split(),
     *(purpose.driver for purpose in PURPOSES),
     *(purpose.prefix for purpose in PURPOSES),
 )
@@ -66,7 +73,7 @@ _SHAPE_KEYS = (
     "mem_fraction",
     "server_args",
 )
-_ENGINE_KEYS = (*_SHAPE_KEYS, "timeout_s")
+ENGINE_KEYS = (*_SHAPE_KEYS, "timeout_s")
 _JUDGE_KEYS = (
     "chat",
     "mode",
@@ -84,6 +91,7 @@ _KEYS = {
     JUDGE: ("template", "chat_template", *_JUDGE_KEYS),
     TEACHER: ("weight",),
     REFERENCE: (),
+    INITIAL: (),
 }
 
 
@@ -137,7 +145,7 @@ def pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
 
 
 def check_roles(config: RunConfig) -> Iterator[str]:
-    used = {part.role for part in all_parts(config)}
+    used = _roles_in_training(config) | _roles_in_evaluation(config) | _roles_in_labels(config)
     for name, settings in roles_of(config).items():
         key = f"roles.{name}"
         role = role_of(name, settings)
@@ -157,10 +165,11 @@ def check_roles(config: RunConfig) -> Iterator[str]:
             yield from _CHECKS[role](config, key, settings)
             if role in (REWARD_MODEL, JUDGE) and name not in used:
                 yield (
-                    f"{key}: nothing uses it; name it in reward.name, reward.parts, eval.reward or "
-                    f"data.train.sources.NAME.reward, or set {key}=null"
+                    f"{key}: nothing uses it; name it in reward.name, reward.parts, eval.reward, "
+                    "eval.win_rate, label.reward or data.train.sources.NAME.reward, or set "
+                    f"{key}=null"
                 )
-    for role in (CRITIC, REFERENCE):
+    for role in (CRITIC, REFERENCE, INITIAL):
         names = []
         for name, settings in roles_of(config).items():
             if role_of(name, settings) == role:
@@ -169,18 +178,33 @@ def check_roles(config: RunConfig) -> Iterator[str]:
             yield f"roles.{names[1]}: a run has one {role}, and roles.{names[0]} is one"
 
 
+def _roles_in_training(config: RunConfig) -> set[str | None]:
+    return {part.role for part in trained_parts(config)}
+
+
+def _roles_in_evaluation(config: RunConfig) -> set[str | None]:
+    roles = {part.role for part in parts_in_win_rate(config)}
+    for suite in [name for name, *_ in held_out(config)] or [""]:
+        roles |= {part.role for part in parts_in_evaluation(config, suite)}
+    return roles
+
+
+def _roles_in_labels(config: RunConfig) -> set[str | None]:
+    return {part.role for part in parts_in_labels(config)}
+
+
 def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -> Iterator[str]:
     """Problems with settings that only another role has, or the same role in another place."""
     allowed = ("role", "path", "on", "sft", *_KEYS[role])
     if on_engines:
-        allowed += _ENGINE_KEYS
+        allowed += ENGINE_KEYS
     default = RoleConfig()
     for field in fields(settings):
         name = field.name
         value = getattr(settings, name)
         if name not in allowed and value != getattr(default, name):
             place = ""
-            if name in _ENGINE_KEYS and ENGINES in PLACES[role]:
+            if name in ENGINE_KEYS and ENGINES in PLACES[role]:
                 place = " on the trainer's ranks"
             yield f"{key}.{name}={yaml_text(value)}: a {role}{place} has no such setting"
 
@@ -242,7 +266,8 @@ def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[
         )
     if settings.opponents is not None and not compares:
         yield f"{key}.opponents={settings.opponents}: needs {key}.mode=pairwise"
-    if compares and config.rollout.n < 2:
+    in_training = key.removeprefix("roles.") in _roles_in_training(config)
+    if compares and in_training and config.rollout.n < 2:
         yield (
             f"rollout.n={config.rollout.n}: must be at least 2: {key} compares the responses to "
             "a prompt"
@@ -282,6 +307,11 @@ def _check_teacher(config: RunConfig, key: str, settings: RoleConfig) -> Iterato
     return iter(())  # see teachers.check_distillation
 
 
+def _check_initial(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
+    if not held_out(config):
+        yield f"{key}: needs held-out prompts: set data.eval.source"
+
+
 def _check_reference(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
     if recipes.needs_reference(config.algorithm) is None:
         yield f"{key}: nothing uses it; set algorithm.kl_coef, or an algorithm with a beta"
@@ -293,6 +323,7 @@ _CHECKS = {
     JUDGE: _check_judge,
     TEACHER: _check_teacher,
     REFERENCE: _check_reference,
+    INITIAL: _check_initial,
 }
 
 
@@ -302,7 +333,8 @@ def check_reward(config: RunConfig) -> Iterator[str]:
     evaluated: list[RewardPart] = []
     for suite, *_ in held_out(config):
         evaluated += parts_in_evaluation(config, suite)
-    for part in dict.fromkeys((*trained_parts(config), *evaluated)):
+    others = (*parts_in_win_rate(config), *parts_in_labels(config))
+    for part in dict.fromkeys((*trained_parts(config), *evaluated, *others)):
         settings = config.roles.get(part.role or "")
         if part.name == UNSCORED:
             yield from _check_unscored(config, part, part in evaluated)
@@ -333,7 +365,7 @@ def _check_part_names(config: RunConfig) -> Iterator[str]:
 
 
 def _check_unscored(config: RunConfig, part: RewardPart, in_evaluation: bool) -> Iterator[str]:
-    if part.part or part.key == "eval.reward":
+    if part.part or part.key in ("eval.reward", "eval.win_rate", "label.reward"):
         yield f"{part.setting}: must score something"
     elif recipes.needs_reward(config.algorithm):
         yield (
@@ -354,13 +386,7 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
         return ()
     served_roles = []
     problems = []
-    roles = roles_of(config)
-    if command == "eval":
-        used_roles = set()
-        for suite in [name for name, *_ in held_out(config)] or [""]:
-            used_roles |= {part.role for part in parts_in_evaluation(config, suite)}
-        roles = {name: settings for name, settings in roles.items() if name in used_roles}
-    for name, settings in roles.items():
+    for name, settings in _roles_for(config, command).items():
         role = role_of(name, settings)
         if role not in PLACES or place_of(name, settings) != ENGINES:
             continue
@@ -369,7 +395,7 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
         maker = makers(config).get(settings.path)
         if missing and command is None:
             continue
-        if missing and (maker is None or command in ("train", "eval")):
+        if missing and (maker is None or command in ("train", "eval", "label")):
             hint = f"; megarl {maker} writes it" if maker else ""
             problems += [f"{problem}{hint}" for problem in missing]
             continue
@@ -387,6 +413,23 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
     if problems:
         raise ConfigError(problems)
     return tuple(served_roles)
+
+
+def _roles_for(config: RunConfig, command: str | None) -> dict[str, RoleConfig]:
+    """The roles that a command needs. A run needs none that only labels use."""
+    evaluating = _roles_in_evaluation(config)
+    labelling = _roles_in_labels(config)
+    roles = {}
+    for name, settings in roles_of(config).items():
+        is_initial = role_of(name, settings) == INITIAL
+        needed = name not in labelling or name in evaluating | _roles_in_training(config)
+        if command == "eval":
+            needed = name in evaluating or is_initial
+        elif command == "label":
+            needed = name in labelling
+        if needed:
+            roles[name] = settings
+    return roles
 
 
 def makers(config: RunConfig) -> dict[str, str]:

@@ -16,6 +16,7 @@ REWARD_MODEL = "reward_model"
 JUDGE = "judge"
 TEACHER = "teacher"
 REFERENCE = "reference"
+INITIAL = "initial"
 TRAINER = "trainer"
 ENGINES = "engines"
 # role -> where it may be, the usual place first
@@ -25,6 +26,7 @@ PLACES = {
     JUDGE: (ENGINES,),
     TEACHER: (ENGINES, TRAINER),
     REFERENCE: (TRAINER,),
+    INITIAL: (ENGINES,),
 }
 POINTWISE = "pointwise"
 PAIRWISE = "pairwise"
@@ -67,7 +69,12 @@ class ChatTemplateConfig:
 class RoleConfig:
     """docs/rewards.md says which keys belong to which role."""
 
-    role: str | None = setting(None, "what the model does; null: NAME itself", one_of(*PLACES))
+    role: str | None = setting(
+        None,
+        "what the model does; null: NAME itself. initial: evaluations measure its perplexity on "
+        "the policy's responses",
+        one_of(*PLACES),
+    )
     path: str = setting(
         MISSING,
         "HF checkpoint: local folder or hub name. A critic may begin with a reward model or a "
@@ -78,7 +85,7 @@ class RoleConfig:
         None,
         "where the model is. trainer: on the trainer's ranks (critic, reference, teacher); "
         "engines: on SGLang engines of its own, "
-        "frozen (reward_model, judge, teacher); null: the only place that its role has, and "
+        "frozen (reward_model, judge, teacher, initial); null: the only place that its role has, and "
         "engines for a teacher",
         one_of(TRAINER, ENGINES),
     )

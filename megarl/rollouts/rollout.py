@@ -174,6 +174,44 @@ class RolloutClock:
         return self._scoring > 0 and not self._decoding
 
 
+async def open_scoring(
+    config: RunConfig,
+    parts: Sequence[RewardPart],
+    scorers: Mapping[str, Scorer],
+    resources: AsyncExitStack,
+    logs: Path,
+) -> Scoring:
+    """The scoring of responses by `parts`, without a rollout.
+
+    `scorers`: the scorers of roles on engines. `resources` ends the worker processes, which log to
+    the folder `logs`.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    opening = partial(open_part, config, scorers=scorers, resources=resources, logs=logs)
+    return await _scoring(config, parts, scorers, opening)
+
+
+async def _scoring(
+    config: RunConfig,
+    parts: Sequence[RewardPart],
+    scorers: Mapping[str, Scorer],
+    opening: Callable[[RewardPart], Awaitable[ScoreOne]],
+) -> Scoring:
+    """`opening`: gives the function that computes a part."""
+    comparing: list[tuple[RewardPart, Judge]] = []
+    scored_parts: list[tuple[RewardPart, ScoreOne]] = []
+    for part in parts:
+        if not pairwise(config, part):
+            scored_parts.append((part, await opening(part)))
+            continue
+        scorer = scorers[part.role or ""]
+        if isinstance(scorer, Judge):
+            comparing.append((part, scorer))
+    # without reward.parts, one score is the whole reward
+    single_score = next((score for part, score in scored_parts if not part.part), None)
+    return Scoring(single_score or WeightedSum(scored_parts).score, comparing)
+
+
 async def _unscored(request: ScoreRequest) -> Score:
     return Score(0.0)
 
@@ -370,13 +408,14 @@ def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClie
 @dataclass(frozen=True)
 class RolloutBySource:
     """Plays each prompt by the rollout of its source: a name in data.train.sources or eval.suites,
-    or empty.
+    or empty, which is also for sources that have none.
     """
 
     rollouts: Mapping[str, CheckedRollout]
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        return await self.rollouts[prompt.source](prompt, sampling, n)
+        rollout = self.rollouts.get(prompt.source) or self.rollouts[""]
+        return await rollout(prompt, sampling, n)
 
 
 @dataclass(frozen=True)
@@ -456,7 +495,7 @@ class RolloutOpener:
         if self._tools is None:
             self._tools = ToolProcesses(config.rollout, self.logs)
             self.resources.push_async_callback(self._tools.close)
-        scoring = await self._scoring(parts, folder)
+        scoring = await _scoring(config, parts, self.scorers, partial(self._score, folder=folder))
         context = base.RolloutContext(
             self.tokenizer,
             self.fleet.generate,
@@ -486,21 +525,6 @@ class RolloutOpener:
         if close is not None:
             self.resources.push_async_callback(close)
         return rollout
-
-    async def _scoring(self, parts: Sequence[RewardPart], folder: str) -> Scoring:
-        config = self.plan.config
-        comparing: list[tuple[RewardPart, Judge]] = []
-        scored_parts: list[tuple[RewardPart, ScoreOne]] = []
-        for part in parts:
-            if not pairwise(config, part):
-                scored_parts.append((part, await self._score(part, folder)))
-                continue
-            scorer = self.scorers[part.role or ""]
-            if isinstance(scorer, Judge):
-                comparing.append((part, scorer))
-        # without reward.parts, one score is the whole reward
-        single_score = next((score for part, score in scored_parts if not part.part), None)
-        return Scoring(single_score or WeightedSum(scored_parts).score, comparing)
 
     async def _score(self, part: RewardPart, folder: str) -> ScoreOne:
         kind = dataclasses.replace(part, key="", weight=1.0)

@@ -88,4 +88,4 @@ def check_tokens(key: str, path: str, policy: Tokenizer) -> None:
     """Raises ConfigError if a teacher's tokens are not the policy's."""
     if not policy.same_ids(tokenizer_of(path, key)):
         must = f"its tokens must be those of the policy's tokenizer {policy.source}"
-        raise ConfigError(f"{key}={path}: {must}: a teacher judges token by token")
+        raise ConfigError(f"{key}={path}: {must}: it judges token by token")

@@ -111,7 +111,9 @@ def find_frozen(
     """
     frozen = []
     problems = []
-    for name, settings in roles_of(config).items() if command not in (*BEFORE, "eval") else ():
+    for name, settings in (
+        roles_of(config).items() if command not in (*BEFORE, "eval", "label") else ()
+    ):
         role = role_of(name, settings)
         key = f"roles.{name}.path"
         if role not in (TEACHER, REFERENCE) or place_of(name, settings) != TRAINER:

@@ -30,7 +30,7 @@ TIERS = {
             "plan critic.plan lora.files lora.plan roles.plan speculative.plan teachers.plan",
             "agents evaluation.scores lora observe roles rollouts speculative teachers trackers "
             "trainer weight_sync",
-            "critic estimate evaluation executors lora.estimate report roles.training starter",
+            "critic estimate evaluation executors labels lora.estimate report roles.training starter",
             "launch simulation train_loop",
             "bench",
             "api",

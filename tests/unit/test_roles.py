@@ -88,13 +88,13 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         'roles.judge.verdict_scores.A=x: must be a number of at most 1e+06 in size',
         "roles.judge.verdict_range=[1.0, 0.0]: the first number must be below the second",
         "roles.judge.opponents=2: needs roles.judge.mode=pairwise",
-        "roles.judge: nothing uses it; name it in reward.name, reward.parts, eval.reward or "
-        "data.train.sources.NAME.reward, or set roles.judge=null",
+        "roles.judge: nothing uses it; name it in reward.name, reward.parts, eval.reward, "
+        "eval.win_rate, label.reward or data.train.sources.NAME.reward, or set roles.judge=null",
         "roles.engine: its name must be letters, digits, - and _, and none of trainer, reward, "
-        "tool, sft, evaluate, export, hub, evaluation, generator, evaluator, engine, "
+        "tool, sft, evaluate, export, hub, evaluation, label, generator, evaluator, engine, "
         "eval_engine",
-        "roles.helper.role=null: must be one of critic, reward_model, judge, teacher, reference; only "
-        "a role that is called so needs none",
+        "roles.helper.role=null: must be one of critic, reward_model, judge, teacher, reference, "
+        "initial; only a role that is called so needs none",
         "roles.rm.verdict=(a): a reward_model has no such setting",
         "roles.critic: aipo has no critic; set algorithm.advantage=critic",
         "reward.parts.penalty: its name must be letters, digits, - and _, and none of "
