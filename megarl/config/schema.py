@@ -1192,6 +1192,11 @@ class AsyncConfig:
         "rollout.max_tokens",
         at_least(1),
     )
+    keep_kv_cache: bool = setting(
+        False,
+        "with partial_rollout=in_flight, later turns of an episode reuse the keys and values of its "
+        "earlier turns across weight updates, instead of computing the whole conversation again",
+    )
 
 
 _REWARDS = one_of(

@@ -465,11 +465,15 @@ def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:
         changed = {}
     else:
         changed = {"sync/changed_fraction": applied.changed_fraction}
-    metrics = {
+    metrics: dict[str, float | bool] = {
         "sync/bytes": applied.bytes_written,
         "sync/audit_ok": applied.audited,
         "engines/serving": applied.engines,
     }
+    tokens, cached = applied.prefill
+    if tokens:
+        metrics["prefill/tokens"] = tokens - cached
+        metrics["prefill/cached_fraction"] = cached / tokens
     by_group = {f"engines/serving/{name}": engines for name, engines in applied.serving.items()}
     by_group |= {f"engines/tokens/{name}": tokens for name, tokens in applied.sampled.items()}
     return {**metrics, **by_group, **changed}

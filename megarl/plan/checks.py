@@ -38,6 +38,7 @@ from megarl.plan.checkpoints import check_best, check_exported, check_resume
 from megarl.plan.topologies import (
     gpus_per_node,
     groups_of_run,
+    run_ahead,
     trainer_topology,
 )
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
@@ -587,6 +588,30 @@ def check_partial_rollout(config: RunConfig) -> Iterable[str]:
         )
 
 
+def check_kept_cache(config: RunConfig) -> Iterable[str]:
+    if not config.async_.keep_kv_cache:
+        return
+    setting = "async.keep_kv_cache=true"
+    mode = config.async_.partial_rollout
+    if mode != "in_flight":
+        yield (
+            f"{setting}: must be false with async.partial_rollout={mode}: only in_flight keeps keys "
+            "and values at an update"
+        )
+    if run_ahead(config.async_) == 0:
+        yield (
+            f"{setting}: must be false where no episode goes on through an update: "
+            "async.capacity or async.max_staleness is 0"
+        )
+    if config.deterministic:
+        yield f"{setting}: must be false with deterministic=true, which has no prefix cache"
+    if config.generator.server_args.get("disable_radix_cache"):
+        yield (
+            f"{setting}: must be false with generator.server_args.disable_radix_cache=true, with "
+            "which engines have no prefix cache"
+        )
+
+
 def check_algorithm(config: RunConfig) -> Iterable[str]:
     return recipes.problems(config.algorithm)
 
@@ -858,6 +883,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_sharded,
     check_batch,
     check_partial_rollout,
+    check_kept_cache,
     check_algorithm,
     check_dynamic_sampling,
     check_program,

@@ -250,6 +250,8 @@ class CheckedRollout:
     judge: Compare | None = None  # adds the teachers' log-probs to the samples
     clock: ScoringClock = field(default_factory=ScoringClock)
     tell: Tell = _untold  # called at once with each failure
+    # makes the `generate` of one call; None: that of `context`
+    keeping: Callable[[], base.Generate] | None = None
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """`sampling.seed` is the run's. From it, the prompt gets a seed of its own.
@@ -302,12 +304,13 @@ class CheckedRollout:
         about seeds.
         """
         seeds = None if seed is None else Seeds(seed)
+        generate_in_call = self.keeping() if self.keeping else self.context.generate
 
         async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
             if seeds is not None and sampling.seed in (None, seed):
                 sampling = replace(sampling, seed=seeds.next(prompt_ids))
             with clock.decoding():
-                return await self.context.generate(prompt_ids, sampling, n)
+                return await generate_in_call(prompt_ids, sampling, n)
 
         async def score(request: ScoreRequest) -> Score:
             with clock.scoring():
@@ -469,6 +472,7 @@ async def open_rollouts(
         training_rollout or held_out,
         judge=teachers.judged if teachers else None,
         clock=ScoringClock(),
+        keeping=fleet.keeping if config.async_.keep_kv_cache else None,
     )
     return Rollouts(training_rollout, held_out, training_rollout.clock)
 

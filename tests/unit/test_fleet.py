@@ -437,3 +437,50 @@ def test_a_newcomer_that_breaks_starts_again_and_is_not_lost():
         assert newcomer.state is EngineState.LOST
 
     asyncio.run(run())
+
+
+def test_turns_of_an_episode_keep_their_key_and_engine():
+    """Without `keeping`, a request has the key of the weights, and goes to any engine."""
+
+    async def answer(inputs, samplings):
+        return [tokens_of(2, "length") for _ in inputs]
+
+    async def run():
+        first, second = FakeEngine(answer), FakeEngine(answer)
+        fleet = Fleet([first, second], "in_flight")
+        fleet.release(3)
+        keeping = fleet.keeping()
+        others = fleet.keeping()
+        sampling = Sampling(max_tokens=2)
+        fleet.engines[0].load = 1
+        await keeping([1], sampling, 1)
+        fleet.engines[0].load, fleet.engines[1].load = 0, 1
+        fleet.release(4)
+        await keeping([1, 7, 7, 5], sampling, 1)
+        await keeping([1, 7, 6], sampling, 1)  # another conversation
+        await others([1, 7, 7, 5], sampling, 1)
+        await fleet.keeping()([1], sampling, 1)
+        await fleet.generate([1, 7, 7, 5], sampling, 1)
+        return first.versions, second.versions
+
+    first, second = asyncio.run(run())
+    assert second == ["since 3", "since 3"], "the engine that has the conversation"
+    assert first == ["since 3", "since 3", "since 4", 4]
+
+
+def test_full_engine_does_not_keep_a_conversation():
+    async def answer(inputs, samplings):
+        return [tokens_of(1, "length") for _ in inputs]
+
+    async def run():
+        engines = FakeEngine(answer), FakeEngine(answer)
+        fleet = Fleet(engines, "in_flight")
+        fleet.release(0)
+        keeping = fleet.keeping()
+        fleet.engines[1].load = 1
+        await keeping([1], Sampling(max_tokens=1), 1)
+        fleet.engines[0].load = fleet.groups[0].settings.max_concurrency
+        await keeping([1, 7], Sampling(max_tokens=1), 1)
+        return [len(engine.versions) for engine in engines]
+
+    assert asyncio.run(run()) == [1, 1]

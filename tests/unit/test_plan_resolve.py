@@ -166,6 +166,21 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "async.chunk_tokens=1024: must be below rollout.max_tokens=1024, or nothing is ever cut",
         ),
         (
+            "async.keep_kv_cache=true async.partial_rollout=retract",
+            "async.keep_kv_cache=true: must be false with async.partial_rollout=retract: only "
+            "in_flight keeps keys and values at an update",
+        ),
+        (
+            "async.keep_kv_cache=true async.max_staleness=0",
+            "async.keep_kv_cache=true: must be false where no episode goes on through an update: "
+            "async.capacity or async.max_staleness is 0",
+        ),
+        (
+            "async.keep_kv_cache=true deterministic=true",
+            "async.keep_kv_cache=true: must be false with deterministic=true, which has no prefix "
+            "cache",
+        ),
+        (
             "generator.server_args.tp_size=2",
             "generator.server_args.tp_size=2: must be set by generator.tp",
         ),
