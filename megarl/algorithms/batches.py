@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from statistics import fmean
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from megarl.base.rollout_types import (
     any_unanswered,
     episodes,
 )
-from megarl.config.schema import RunConfig, TrainerConfig
+from megarl.config.schema import MASK, AsyncConfig, RunConfig, TrainerConfig
 from megarl.data.order import Mixture
 from megarl.rewards.score import (
     CORRECT,
@@ -61,6 +62,7 @@ def minibatches(
     even a denominator counts.
     """
     samples = batch.samples
+    episode_of = list(accumulate(not sample.branch for sample in samples))
     result = []
     starts = [0, *accumulate(len(group.samples) for group in batch.groups)]
     for groups in cut_into_minibatches(
@@ -73,7 +75,7 @@ def minibatches(
                     places.append(place)
         trained_places = [place for place in places if place in trained]
         tokens = sum(samples[place].policy_tokens for place in places)
-        episode_count = sum(not samples[place].branch for place in places)
+        episode_count = len({episode_of[place] for place in places})
         result.append(
             MiniBatch(
                 places=trained_places,
@@ -149,10 +151,68 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
 
 
 def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
-    """The places of the samples that algorithm.mask_truncated leaves out of the loss."""
-    if not mask_truncated:
-        return set()
-    return {p for p, sample in enumerate(batch.samples) if sample.finish_reason == "length"}
+    """The places of the samples that algorithm.mask_truncated leaves out of the loss, and of those
+    that have no token for it (`without_old_tokens`).
+    """
+    places = set()
+    for place, sample in enumerate(batch.samples):
+        is_truncated = mask_truncated and sample.finish_reason == "length"
+        if is_truncated or not sample.policy_versions:
+            places.add(place)
+    return places
+
+
+def without_old_tokens(batch: Batch, config: AsyncConfig) -> Batch:
+    """The batch as the loss sees it. With async.too_old=mask, tokens older than
+    async.max_staleness are context, like the environment's tokens: they have no loss, and no
+    denominator counts them.
+    """
+    if config.too_old != MASK:
+        return batch
+    assert config.max_staleness is not None
+    oldest = batch.step - config.max_staleness
+    numbers = dict(batch.numbers)
+    groups = []
+    place = 0
+    for group in batch.groups:
+        samples = []
+        for sample in group.samples:
+            runs = [run for run in sample.policy_versions if run[0] >= oldest]
+            samples.append(msgspec.structs.replace(sample, policy_versions=runs))
+            if len(runs) < len(sample.policy_versions) and place in numbers:
+                mask = _young(numbers[place], sample.policy_versions, oldest)
+                numbers[place] = numbers[place]._replace(policy_mask=mask)
+            place += 1
+        groups.append(msgspec.structs.replace(group, samples=samples))
+    return msgspec.structs.replace(batch, groups=groups, numbers=numbers)
+
+
+def _young(
+    sample: SampleNumbers, runs: Sequence[tuple[Version, int]], oldest: Version
+) -> np.ndarray:
+    """[T] bool: the policy's tokens of version `oldest` or newer. `runs`: of all its tokens."""
+    mask = np.ones(len(sample.token_ids), np.bool_)
+    if sample.policy_mask is not None:
+        mask = sample.policy_mask.copy()
+    versions = np.repeat([version for version, _ in runs], [tokens for _, tokens in runs])
+    mask[mask] = versions >= oldest
+    return mask
+
+
+def old_token_metrics(batch: Batch, config: AsyncConfig) -> dict[str, float]:
+    """With async.too_old=mask, the share of the policy's tokens that are too old, and the number of
+    groups that have such tokens, which `reject` would have generated again.
+    """
+    if config.too_old != MASK:
+        return {}
+    young = without_old_tokens(batch, config)
+    tokens = sum(sample.policy_tokens for sample in batch.samples)
+    young_tokens = sum(sample.policy_tokens for sample in young.samples)
+    differing = sum(group != other for group, other in zip(batch.groups, young.groups, strict=True))
+    return {
+        "staleness/masked_fraction": 1 - young_tokens / tokens,
+        "staleness/masked_groups": differing,
+    }
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:

@@ -1155,6 +1155,9 @@ class GeneratorConfig:
         return replace(self, **settings)
 
 
+MASK = "mask"  # value of async.too_old
+
+
 @dataclass
 class AsyncConfig:
     capacity: int | None = setting(
@@ -1191,6 +1194,12 @@ class AsyncConfig:
         "into several requests; null: a quarter of "
         "rollout.max_tokens",
         at_least(1),
+    )
+    too_old: str = setting(
+        "reject",
+        "what happens to a group with tokens older than max_staleness. reject: it is generated "
+        "again; mask: its older tokens have no loss, and it is generated again only if all are",
+        one_of("reject", MASK),
     )
     keep_kv_cache: bool = setting(
         False,

@@ -20,9 +20,11 @@ from megarl.algorithms.batches import (
     batch_rewards,
     dropped_metrics,
     masked_places,
+    old_token_metrics,
     source_metrics,
     step_times,
     too_many_dropped,
+    without_old_tokens,
 )
 from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
@@ -188,7 +190,7 @@ class TrainerExecutor:
         self._check_scores(batch)
         started = time.monotonic()
         with self.trace.span(f"train step {batch.step}"):
-            results = self.batch_steps.train(batch)
+            results = self.batch_steps.train(self._in_loss(batch))
         self.curr_step += 1
         self._write_tokens(batch, results)
         if self.metrics is not None:
@@ -203,7 +205,10 @@ class TrainerExecutor:
 
         All ranks return the same, whichever parts of the batch they have.
         """
-        return self.batch_steps.assign(batch)
+        return self.batch_steps.assign(self._in_loss(batch))
+
+    def _in_loss(self, batch: Batch) -> Batch:
+        return without_old_tokens(batch, self.plan.config.async_)
 
     def _check_scores(self, batch: Batch) -> None:
         """Raises RunError on all ranks if too many scores or episodes failed, or too many prompts
@@ -274,6 +279,7 @@ class TrainerExecutor:
             **_memory_metrics(applied),
             **self._accepted_metrics(applied),
             "staleness/rejected": batch.rejected,
+            **old_token_metrics(batch, self.plan.config.async_),
             "prompts/buffered": batch.buffered,
             "prompts/first": batch.groups[0].ordinal,
             "prompts/last": batch.groups[-1].ordinal,

@@ -457,7 +457,14 @@ def _completion(
         raise EngineError(f"engine {engine} answered with {counts_text}")
     sets = _kept(engine, numbers, len(numbers.mask[1]), vocab_size)
     return Completion(
-        tokens, logprobs, versions, meta.finish_reason.type, experts, sets, meta.drafts, meta.prefill
+        tokens,
+        logprobs,
+        versions,
+        meta.finish_reason.type,
+        experts,
+        sets,
+        meta.drafts,
+        meta.prefill,
     )
 
 

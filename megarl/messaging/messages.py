@@ -173,6 +173,7 @@ class GroupReady(_Message, frozen=True, gc=False):
     outside: bool = False
     # how long rollouts had waited for scores when it began, and when it ended
     scoring_s: tuple[float, float] = (0.0, 0.0)
+    newest: Version = -1  # newest version among its tokens
 
 
 class Regenerate(_Message, frozen=True):

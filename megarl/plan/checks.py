@@ -19,6 +19,7 @@ from megarl.config.keys import yaml_text
 from megarl.config.schema import (
     BY_CALLS,
     GRADERS,
+    MASK,
     OF_HUBS,
     OWN_PLACE,
     UNQUANTISED,
@@ -612,6 +613,22 @@ def check_kept_cache(config: RunConfig) -> Iterable[str]:
         )
 
 
+def check_too_old(config: RunConfig) -> Iterable[str]:
+    if config.async_.too_old != MASK:
+        return
+    setting = f"async.too_old={MASK}"
+    if config.async_.max_staleness is None:
+        yield f"{setting}: needs async.max_staleness; it is null, and nothing is ever too old"
+    elif run_ahead(config.async_) == 0 or config.async_.partial_rollout == "block":
+        yield (
+            f"{setting}: must be reject where all tokens of a group have one version: with "
+            "async.partial_rollout=block, or if async.capacity or async.max_staleness is 0"
+        )
+    whole = recipes.needs_one_sequence(config.algorithm)
+    if whole:
+        yield f"{setting}: must be reject with {whole}, which needs all tokens of a response"
+
+
 def check_algorithm(config: RunConfig) -> Iterable[str]:
     return recipes.problems(config.algorithm)
 
@@ -884,6 +901,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_batch,
     check_partial_rollout,
     check_kept_cache,
+    check_too_old,
     check_algorithm,
     check_dynamic_sampling,
     check_program,

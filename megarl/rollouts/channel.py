@@ -85,18 +85,17 @@ def pack(
 ) -> GroupReady:
     """Packs `group`, which began under weight version `begin_version`.
 
-    That is its oldest version if it has no tokens.
+    That is its oldest and newest version if it has no tokens.
 
     Raises: ValueError if a sample's arrays differ in length.
     """
     samples = [sample.summary() for sample in group.samples]
     prompt = group.prompt
+    sampled = [sample for sample in samples if sample.policy_versions]
     return GroupReady(
         ordinal=prompt.ordinal,
-        oldest=min(
-            (sample.min_version for sample in samples if sample.policy_versions),
-            default=begin_version,
-        ),
+        oldest=min((sample.min_version for sample in sampled), default=begin_version),
+        newest=max((sample.max_version for sample in sampled), default=begin_version),
         started_s=started_s,
         ended_s=ended_s,
         idle_s=idle_s,

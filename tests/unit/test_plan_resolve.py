@@ -181,6 +181,20 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "cache",
         ),
         (
+            "async.too_old=mask",
+            "async.too_old=mask: needs async.max_staleness; it is null, and nothing is ever too old",
+        ),
+        (
+            "async.too_old=mask async.max_staleness=2 async.partial_rollout=block",
+            "async.too_old=mask: must be reject where all tokens of a group have one version: with "
+            "async.partial_rollout=block, or if async.capacity or async.max_staleness is 0",
+        ),
+        (
+            "async.too_old=mask async.max_staleness=2 algorithm.name=online_dpo",
+            "async.too_old=mask: must be reject with algorithm.name=online_dpo, which needs all "
+            "tokens of a response",
+        ),
+        (
             "generator.server_args.tp_size=2",
             "generator.server_args.tp_size=2: must be set by generator.tp",
         ),
