@@ -74,7 +74,7 @@ def run_trainer_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous, stop: Sto
         max_batches and max_batches * prompts_per_step,
     )
     with naming_peers("trainer", rank):
-        executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger)
+        executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger, awaits=rollouts.awaits)
         Controller(
             executor, incoming=[rollouts], outgoing=outgoing, max_steps=config.max_steps
         ).run()

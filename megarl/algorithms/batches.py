@@ -243,14 +243,18 @@ def batch_metrics(
     They cover all groups that were generated for the step, including dropped ones. Only staleness,
     penalties and zero_advantage_fraction are restricted to trained groups. The staleness of a token
     is `version` minus the version that sampled it; the environment's tokens have none. Each episode
-    has one reward, and reward/std is over all of them. rollout/<name> and reward/<name>/mean are
+    has one reward; reward/std is over all that were sent, reward/mean also over those that
+    async.idle=samples has not sent. rollout/<name> and reward/<name>/mean are
     means of Sample.metrics and reward_parts over the samples that have them.
     """
     trained_on = batch_rewards(batch) if shaped_rewards is None else shaped_rewards
     samples = batch.generated
+    groups = [*batch.groups, *batch.dropped]
     rewards = torch.tensor(
         [sample.reward for sample in samples if not sample.branch], dtype=torch.float64
     )
+    # of every prompt its mean, however many samples it has
+    reward_mean = fmean(fmean(group.rewards) for group in groups)
     lags = []
     token_counts = []
     for sample in batch.samples:
@@ -261,7 +265,7 @@ def batch_metrics(
     own_tokens = sum(sample.policy_tokens for sample in samples)
     is_equal = (trained_on == trained_on[:, :1]).all(dim=1)
     metrics = {
-        "reward/mean": rewards.mean().item(),
+        "reward/mean": reward_mean,
         "reward/std": rewards.std(correction=0).item(),
         "staleness/mean": fmean(lags, weights=token_counts),
         "staleness/max": float(max(lags)),
@@ -282,6 +286,20 @@ def batch_metrics(
     for name, value in _means([sample.metrics for sample in samples]).items():
         metrics[f"rollout/{name}"] = value
     return metrics
+
+
+def idle_samples_metrics(batch: Batch) -> dict[str, float]:
+    """With async.idle=samples: the episodes sampled per prompt, the share that is trained on, and
+    the mean reward of that share. reward/mean is of all of them.
+    """
+    sampled = sum(len(group.rewards) for group in batch.groups)
+    unsent = sum(len(group.unsent_rewards) for group in batch.groups)
+    trained_rewards = [sample.reward for sample in batch.samples if not sample.branch]
+    return {
+        "idle/samples": sampled / len(batch.groups),
+        "idle/sent_fraction": 1 - unsent / sampled,
+        "reward/trained_mean": fmean(trained_rewards),
+    }
 
 
 def step_times(
@@ -350,11 +368,7 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
     for number, name in enumerate(mixture.names):
         groups = [group for group in batch.groups if mixture.source(group.ordinal) == number]
         dropped = [group for group in batch.dropped if mixture.source(group.ordinal) == number]
-        rewards = []
-        for group in [*groups, *dropped]:
-            for sample in group.samples:
-                if not sample.branch:
-                    rewards.append(sample.reward)
+        rewards = [fmean(group.rewards) for group in [*groups, *dropped]]
         metrics[f"source/{name}/prompts"] = len(groups)
         if dropped:
             metrics[f"source/{name}/dropped"] = len(dropped)

@@ -32,6 +32,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import run_ahead
 from megarl.roles.opening import open_scorers, open_served, open_teachers
 from megarl.rollouts.channel import RolloutsSender, judged
+from megarl.rollouts.idle import FurtherSamples
 from megarl.rollouts.rollout import open_fleet, open_rollouts, train_sampling
 from megarl.rollouts.stream import Admission, RolloutStream
 
@@ -119,6 +120,7 @@ class GeneratorExecutor:
             self.pulse,
             judge,
             clock.waited_s,
+            further=self._further(),
         )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
         self.start(self._follow_fleet(), "places for prompts in flight")
@@ -157,6 +159,21 @@ class GeneratorExecutor:
         return await self.rollouts_of.training(
             self.prompts[ordinal], self.sampling, self.plan.config.rollout.n
         )
+
+    def _further(self) -> FurtherSamples | None:
+        config = self.plan.config
+        if config.async_.idle != "samples":
+            return None
+        n = config.rollout.n
+        return FurtherSamples(self._roll_out_further, n, config.async_.max_samples or 2 * n)
+
+    async def _roll_out_further(self, ordinal: Ordinal, number: int) -> Group:
+        """One more episode of a prompt, with a seed that no other has."""
+        sampling = self.sampling
+        if sampling.seed is not None:
+            seed = seed_of(sampling.seed, "further", number)
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+        return await self.rollouts_of.training(self.prompts[ordinal], sampling, 1)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs one coroutine to its end beside the background tasks.

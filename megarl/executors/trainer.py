@@ -19,6 +19,7 @@ from megarl.algorithms.batches import (
     batch_metrics,
     batch_rewards,
     dropped_metrics,
+    idle_samples_metrics,
     masked_places,
     old_token_metrics,
     source_metrics,
@@ -36,6 +37,7 @@ from megarl.data.order import train_mixture
 from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.scores import NewEvaluations, forget_after
 from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
+from megarl.executors.idle_updates import IdleUpdates
 from megarl.executors.policy import load_checkpoint, make_policy, steps_of_run
 from megarl.executors.saving import Saving
 from megarl.messaging.messages import ProbeReady, WeightsApplied
@@ -84,6 +86,8 @@ class TrainerExecutor:
     rendezvous: Rendezvous
     # returns the ledger of prompts for the checkpoint, on rank 0
     ledger: Callable[[], bytes] = Ledger().encode
+    # see IdleUpdates
+    awaits: Callable[[int, bool], bool] = lambda step, wanted: False
     curr_step: int = 0
     stopped: bool = False
 
@@ -103,8 +107,13 @@ class TrainerExecutor:
             if role.role == TEACHER:
                 models[role.name] = load_frozen(self.plan, role, self.trainer)
         teachers = Teachers(config, models) if teachers_of(config) else None
+        self._idle = None
+        if config.async_.idle == "updates":
+            self._idle = IdleUpdates(config, least_ess(config.algorithm), self.awaits)
         if self.critic is None:
-            self.batch_steps = BatchSteps(self.trainer, self.algorithm, config, teachers=teachers)
+            self.batch_steps = BatchSteps(
+                self.trainer, self.algorithm, config, teachers=teachers, idle=self._idle
+            )
         else:
             self.batch_steps = ActorCriticSteps(
                 self.trainer, self.algorithm, config, critic=self.critic, teachers=teachers
@@ -309,6 +318,10 @@ class TrainerExecutor:
         metrics |= source_metrics(batch, self._mixture, config.data.curriculum is not None)
         metrics |= step_metrics(results, self.algorithm)
         metrics |= self.batch_steps.value_metrics()
+        if config.async_.idle == "samples":
+            metrics |= idle_samples_metrics(batch)
+        if self._idle is not None:
+            metrics |= self._idle.metrics
         # With a critic, samples of equal reward also have advantages. Without a reward, equal
         # rewards mean nothing.
         if not needs_groups_to_differ(config.algorithm):
@@ -322,7 +335,8 @@ class TrainerExecutor:
 
     def _counts(self, batch: Batch, results: list[StepResult]) -> dict[str, int]:
         config = self.plan.config
-        trained = sum(result.sequences for result in results) // config.trainer.epochs
+        passes = max(1, len(results) // config.trainer.minibatches)
+        trained = sum(result.sequences for result in results) // passes
         counts = {"samples/trained": trained}
         if config.algorithm.mask_truncated:
             counts["samples/masked"] = len(masked_places(batch, True))

@@ -629,6 +629,65 @@ def check_too_old(config: RunConfig) -> Iterable[str]:
         yield f"{setting}: must be reject with {whole}, which needs all tokens of a response"
 
 
+def check_idle(config: RunConfig) -> Iterable[str]:
+    async_ = config.async_
+    for mode, key in (("updates", "max_updates"), ("samples", "max_samples")):
+        value = getattr(async_, key)
+        if async_.idle != mode and value is not None:
+            yield f"async.{key}={value}: must be left out with async.idle={async_.idle}"
+    if async_.idle == "off":
+        return
+    setting = f"async.idle={async_.idle}"
+    if run_ahead(async_) == 0:
+        yield (
+            f"{setting}: must be off where the sides take turns: async.capacity or "
+            "async.max_staleness is 0"
+        )
+    if recipes.has_critic(config.algorithm):
+        yield f"{setting}: must be off with algorithm.name={config.algorithm.name}, which has a critic"
+    yield from (
+        _idle_updates_problems(config)
+        if async_.idle == "updates"
+        else _idle_samples_problems(config)
+    )
+
+
+def _idle_updates_problems(config: RunConfig) -> Iterable[str]:
+    most = config.async_.max_updates
+    if most is not None and most <= config.trainer.epochs:
+        yield (
+            f"async.max_updates={most}: must be more than trainer.epochs={config.trainer.epochs}, "
+            "the passes that are made anyway"
+        )
+
+
+def _idle_samples_problems(config: RunConfig) -> Iterable[str]:
+    setting = "async.idle=samples"
+    rollout = config.rollout
+    most = config.async_.max_samples
+    if most is not None and most <= rollout.n:
+        yield f"async.max_samples={most}: must be more than rollout.n={rollout.n}"
+    if run_ahead(config.async_) is None:
+        yield (
+            f"{setting}: must be off where the generator never waits: async.capacity and "
+            "async.max_staleness are null"
+        )
+    if rollout.n < 2:
+        yield f"{setting}: needs rollout.n of at least 2; one reward has no variance"
+    if not recipes.needs_reward(config.algorithm):
+        yield f"{setting}: must be off where rewards make no advantages"
+    if rollout.name in BY_CALLS:
+        yield (
+            f"{setting}: must be off with rollout.name={rollout.name}: its episodes may begin with "
+            "different tokens"
+        )
+    if config.data.curriculum is not None:
+        yield f"{setting}: must be off with data.curriculum, which needs all rewards of a prompt"
+    for part in parts_of(config.reward):
+        if pairwise(config, part):
+            yield f"{setting}: must be off with {part.setting}, which compares a prompt's responses"
+
+
 def check_algorithm(config: RunConfig) -> Iterable[str]:
     return recipes.problems(config.algorithm)
 
@@ -902,6 +961,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_partial_rollout,
     check_kept_cache,
     check_too_old,
+    check_idle,
     check_algorithm,
     check_dynamic_sampling,
     check_program,

@@ -100,7 +100,11 @@ def pack(
         ended_s=ended_s,
         idle_s=idle_s,
         scoring_s=scoring_s,
-        summary=msgspec.Raw(_encode(GroupSummary(prompt.ordinal, len(prompt.token_ids), samples))),
+        summary=msgspec.Raw(
+            _encode(
+                GroupSummary(prompt.ordinal, len(prompt.token_ids), samples, group.unsent_rewards)
+            )
+        ),
         texts=msgspec.Raw(_encode(_texts(group))),
         pieces=[
             memoryview(typed(prompt.token_ids, "i").tobytes()),
@@ -541,6 +545,18 @@ class RolloutsReceiver:
             share_bytes(batch.groups, places),
         )
         return msgspec.structs.replace(batch, numbers=split(batch.groups, places, share))
+
+    def awaits(self, step: int, wanted: bool) -> bool:
+        """Whether rank 0 has `wanted` true, and the batch of `step` is not complete yet. False also
+        if the run is to stop. Collective: all ranks return the same.
+        """
+        assert self._groups is not None, "there was a batch before"
+        body = b""
+        if self._intake is not None:
+            self._intake.take_in()
+            is_awaited = not (self._intake.buffer.full(step) or self._stop.is_made)
+            body = b"1" if wanted and is_awaited else b"0"
+        return self._groups.broadcast(body) == b"1"
 
     def ledger(self) -> bytes:
         """The encoded ledger for a checkpoint. It covers everything that has arrived by now."""
