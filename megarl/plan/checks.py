@@ -672,8 +672,6 @@ def _idle_samples_problems(config: RunConfig) -> Iterable[str]:
             f"{setting}: must be off where the generator never waits: async.capacity and "
             "async.max_staleness are null"
         )
-    if rollout.n < 2:
-        yield f"{setting}: needs rollout.n of at least 2; one reward has no variance"
     if not recipes.needs_reward(config.algorithm):
         yield f"{setting}: must be off where rewards make no advantages"
     if rollout.name in BY_CALLS:
