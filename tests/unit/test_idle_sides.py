@@ -7,7 +7,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +21,18 @@ from hypothesis import strategies as st
 from loops import DEADLINE_S, settle
 
 from megarl.algorithms.batches import batch_metrics, idle_samples_metrics
+from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import UNANSWERED, Failure, Group, Prompt, Sample
+from megarl.config.load import load_config
 from megarl.config.schema import AsyncConfig, RunConfig, TrainerConfig
+from megarl.executors.batch_steps import BatchSteps
 from megarl.executors.idle_updates import IdleUpdates
 from megarl.messaging.waiting import Pulse
 from megarl.rollouts.channel import pack, summary_of
 from megarl.rollouts.idle import FurtherSamples, chosen, most_telling
 from megarl.rollouts.stream import Admission
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8), st.data())
@@ -216,3 +225,86 @@ def test_all_ranks_do_what_rank_0_does():
     assert passes == 2
     for other in ([0.9, np.nextafter(0.7, 0), 0.69], [0.9, 0.7, 0.71]):
         assert made(UPDATES, 3, other, 0, rank_0=decisions)[:2] == (passes, decisions)
+
+
+@dataclass
+class Step:
+    """A StepResult, whose class would import Megatron."""
+
+    tokens: int
+    learning_rate: int
+    token_rows: dict = field(default_factory=dict)
+
+    def check_tokens(self, tokens: int) -> None:
+        assert self.tokens == tokens
+
+
+class FakeTrainer:
+    """One rank of one. Each optimizer step raises the log-prob of every second token by 1."""
+
+    topology = SimpleNamespace(dp=1)
+    coordinate = SimpleNamespace(dp=0)
+
+    def __init__(self) -> None:
+        self.learning_rate = self
+        self.position = 10
+        self.drift = 0.0
+        self.proximal: list[list | None] = []
+        self.places: list[list[int]] = []
+
+    def seek(self, position: int) -> None:
+        self.position = position
+
+    def shares(self, sequences):
+        return [list(range(len(sequences)))]
+
+    def summed(self, values):
+        return values
+
+    def token_logprobs(self, sequences, temperature, model="policy"):
+        return [
+            np.where(np.arange(len(row)) % 2, -0.5 + self.drift, -0.5).astype(np.float32)
+            for row in sequences
+        ]
+
+    def train_step(self, sequences, loss, denominator, *, proximal_logprobs, **_):
+        self.position += 1
+        self.drift += 1.0
+        self.proximal.append(proximal_logprobs)
+        self.places.append([int(row.token_ids[1]) for row in sequences])
+        return Step(sum(int(row.loss_mask.sum()) for row in sequences), self.position)
+
+
+def test_further_passes_repeat_the_mini_batches_at_their_rates():
+    """One token of two has drifted by d: the effective sample size is (1 + e^d)^2 / 2 (1 + e^2d)."""
+    config = load_config(
+        CONFIGS / "quickstart.yaml",
+        ["trainer.minibatches=2", "rollout.prompts_per_step=4", "algorithm.ratio=proximal",
+         "async.idle=updates", "async.max_updates=4", "async.capacity=2"],
+    )  # fmt: skip
+    groups = []
+    for ordinal in range(4):
+        samples = [
+            Sample([10 * ordinal + i, 7], [-0.5] * 2, [0] * 2, "", i, "stop") for i in (0, 1)
+        ]
+        groups.append(Group(Prompt(ordinal, [1], "", ""), samples))
+    measured = []
+
+    class Idle(IdleUpdates):
+        def passes(self, step, measure):
+            for _ in range(2):
+                measured.append(measure())
+                yield
+
+    trainer: Any = FakeTrainer()
+    idle = Idle(config, 0.0, lambda step, wanted: True)
+    steps = BatchSteps(trainer, make_algorithm(config.algorithm), config, idle=idle)
+    results = steps.train(batch_of(groups))
+    assert [result.learning_rate for result in results] == [11, 12, 13, 14, 13, 14]
+    assert trainer.position == 12, "the schedule goes by planned steps"
+    assert trainer.places == trainer.places[:2] * 3
+    for proximal in trainer.proximal:
+        assert all((row == -0.5).all() for row in proximal), "of the weights before the batch"
+    for drift, size in zip((2.0, 4.0), measured, strict=True):
+        ratio = math.exp(drift)
+        assert size == pytest.approx((1 + ratio) ** 2 / (2 * (1 + ratio**2)))
