@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from batches import batch_of
@@ -52,7 +53,7 @@ def batch() -> Batch:
     return replace(batch_of(groups), step=5)
 
 
-def trained(batch: Batch):
+def trained(batch: Batch) -> dict[int, Any]:
     advantages = torch.tensor([[1.0, -1.0], [2.0, -2.0]])
     return to_train_sequences(batch, advantages, skip_zero=True, masked=masked_places(batch, False))
 
