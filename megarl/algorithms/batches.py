@@ -253,8 +253,10 @@ def batch_metrics(
     rewards = torch.tensor(
         [sample.reward for sample in samples if not sample.branch], dtype=torch.float64
     )
-    # of every prompt its mean, however many samples it has
-    reward_mean = fmean(fmean(group.rewards) for group in groups)
+    reward_mean = rewards.mean().item()
+    if any(group.unsent_rewards for group in groups):
+        # of every prompt its mean, however many samples it has
+        reward_mean = fmean(fmean(group.rewards) for group in groups)
     lags = []
     token_counts = []
     for sample in batch.samples:

@@ -40,9 +40,10 @@ class FurtherSamples:
             return group
         further: list[Group] = []
         ordinal = group.prompt.ordinal
-        while is_idle() and self._n + len(further) < self._most:
-            count = min(self._n, self._most - self._n - len(further))
-            numbers = range(len(further), len(further) + count)
+        begun = 0
+        while is_idle() and self._n + begun < self._most:
+            numbers = range(begun, min(begun + self._n, self._most - self._n))
+            begun = numbers.stop
             tasks = [asyncio.ensure_future(self._sample(ordinal, number)) for number in numbers]
             further += await _finished(tasks, is_idle, pulse)
         return chosen(group, further, self._n)
