@@ -55,6 +55,9 @@ const RIGHT = [
     ],
   ],
   ["Groups rejected as too old", "", [["staleness/rejected", ""]]],
+  ["Tokens masked as too old", "share of the policy's tokens", [["staleness/masked_fraction", ""]]],
+  ["Further passes", "over a batch, while the next one was not there", [["idle/updates", ""]]],
+  ["Responses sampled", "for a prompt; rollout.n of them are trained on", [["idle/samples", ""]]],
   ["Scoring failed", "share of samples", [["reward/failed_fraction", ""]]],
   ["Episodes failed", "share of the episodes of programs and environments", [["rollout/failed_fraction", ""]]],
 ];
