@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_fleets import numbers
 from loops import DEADLINE_S, settle
 
+from megarl.base.rollout_types import Prompt
 from megarl.config.schema import GeneratorConfig
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import (
@@ -25,6 +29,8 @@ from megarl.generator.completions import (
 )
 from megarl.generator.engine_state import EngineState
 from megarl.generator.fleet import Fleet, watch_returns
+from megarl.rollouts.environments.base import RolloutContext, Transcript
+from megarl.rollouts.rollout import CheckedRollout
 
 
 class FakeEngine:
@@ -484,3 +490,37 @@ def test_full_engine_does_not_keep_a_conversation():
         return [len(engine.versions) for engine in engines]
 
     assert asyncio.run(run()) == [1, 1]
+
+
+def test_prompt_keeps_one_cache_over_all_its_turns():
+    """Only a rollout that is given `keeping` does: evaluations are not."""
+    caches: list[int] = []
+
+    async def plain(prompt_ids, sampling, n):
+        caches.append(-1)
+        return [tokens_of(1, "stop")] * n
+
+    def keeping():
+        number = max(caches, default=-1) + 1
+
+        async def generate(prompt_ids, sampling, n):
+            caches.append(number)
+            return [tokens_of(1, "stop")] * n
+
+        return generate
+
+    async def two_turns(context, prompt, sampling, n):
+        transcript = Transcript(prompt, context.tokenizer, 4)
+        for _ in range(2):
+            [completion] = await context.generate(transcript.token_ids, sampling, 1)
+            transcript.add_policy(completion)
+        return [transcript.sample(0.0)]
+
+    tokenizer: Any = SimpleNamespace(decode_turn=str)
+    nothing: Any = None
+    context = RolloutContext(tokenizer, plain, nothing, nothing, 1.0)
+    held_out = CheckedRollout("own", two_turns, context, timeout_s=5, vocab_size=10)
+    training = replace(held_out, keeping=keeping)
+    for checked in (training, training, held_out):
+        asyncio.run(checked(Prompt(0, [1], "", ""), Sampling(4, seed=0), 1))
+    assert caches == [0, 0, 1, 1, -1, -1]
