@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 from functools import partial
 
+from megarl.config.schema import MASK
 from megarl.controller import Controller
 from megarl.evaluation.scores import evaluation_plan
 from megarl.messaging.link import Hub, Peer
@@ -61,6 +62,7 @@ def run_trainer_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous, stop: Sto
             Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger(),
             partial(judged, config=config),
             train_mixture(config),
+            masks=config.async_.too_old == MASK,
         )
     max_batches = config.rollout.max_num_gen_batches
     rollouts = RolloutsReceiver(
@@ -72,7 +74,7 @@ def run_trainer_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous, stop: Sto
         max_batches and max_batches * prompts_per_step,
     )
     with naming_peers("trainer", rank):
-        executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger)
+        executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger, awaits=rollouts.awaits)
         Controller(
             executor, incoming=[rollouts], outgoing=outgoing, max_steps=config.max_steps
         ).run()

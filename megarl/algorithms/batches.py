@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from statistics import fmean
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from megarl.base.rollout_types import (
     episodes,
 )
 from megarl.config.algorithms import PROCESS
-from megarl.config.schema import RunConfig, TrainerConfig
+from megarl.config.schema import MASK, AsyncConfig, RunConfig, TrainerConfig
 from megarl.config.tasks import tasks_of
 from megarl.data.order import Mixture
 from megarl.rewards.credit import compared_turns, returns
@@ -68,6 +69,7 @@ def minibatches(
     even a denominator counts.
     """
     samples = batch.samples
+    episode_of = list(accumulate(not sample.branch for sample in samples))
     result = []
     starts = [0, *accumulate(len(group.samples) for group in batch.groups)]
     for groups in cut_into_minibatches(
@@ -80,7 +82,7 @@ def minibatches(
                     places.append(place)
         trained_places = [place for place in places if place in trained]
         tokens = sum(samples[place].policy_tokens for place in places)
-        episode_count = sum(not samples[place].branch for place in places)
+        episode_count = len({episode_of[place] for place in places})
         result.append(
             MiniBatch(
                 places=trained_places,
@@ -245,18 +247,72 @@ def _train_sequence(
 
 def masked_places(batch: Batch, config: RunConfig) -> set[int]:
     """The places of the samples that algorithm.mask_truncated, of the run or their source, leaves
-    out of the loss.
+    out of the loss, and of those that have no token for it (`without_old_tokens`).
     """
     tasks = tasks_of(config)
     places = set()
     first = 0
     for group in batch.groups:
-        if tasks.get(group.source, config).algorithm.mask_truncated:
-            for place, sample in enumerate(group.samples, first):
-                if sample.finish_reason == "length":
-                    places.add(place)
+        masks_truncated = tasks.get(group.source, config).algorithm.mask_truncated
+        for place, sample in enumerate(group.samples, first):
+            is_truncated = masks_truncated and sample.finish_reason == "length"
+            if is_truncated or not sample.policy_versions:
+                places.add(place)
         first += len(group.samples)
     return places
+
+
+def without_old_tokens(batch: Batch, config: AsyncConfig) -> Batch:
+    """The batch as the loss sees it. With async.too_old=mask, tokens older than
+    async.max_staleness are context, like the environment's tokens: they have no loss, and no
+    denominator counts them.
+    """
+    if config.too_old != MASK:
+        return batch
+    assert config.max_staleness is not None
+    oldest = batch.step - config.max_staleness
+    numbers = dict(batch.numbers)
+    groups = []
+    place = 0
+    for group in batch.groups:
+        samples = []
+        for sample in group.samples:
+            runs = [run for run in sample.policy_versions if run[0] >= oldest]
+            samples.append(msgspec.structs.replace(sample, policy_versions=runs))
+            if len(runs) < len(sample.policy_versions) and place in numbers:
+                mask = _young(numbers[place], sample.policy_versions, oldest)
+                numbers[place] = numbers[place]._replace(policy_mask=mask)
+            place += 1
+        groups.append(msgspec.structs.replace(group, samples=samples))
+    return msgspec.structs.replace(batch, groups=groups, numbers=numbers)
+
+
+def _young(
+    sample: SampleNumbers, runs: Sequence[tuple[Version, int]], oldest: Version
+) -> np.ndarray:
+    """[T] bool: the policy's tokens of version `oldest` or newer. `runs`: of all its tokens."""
+    mask = np.ones(len(sample.token_ids), np.bool_)
+    if sample.policy_mask is not None:
+        mask = sample.policy_mask.copy()
+    versions = np.repeat([version for version, _ in runs], [tokens for _, tokens in runs])
+    mask[mask] = versions >= oldest
+    return mask
+
+
+def old_token_metrics(batch: Batch, config: AsyncConfig) -> dict[str, float]:
+    """With async.too_old=mask, the share of the policy's tokens that are too old, and the number of
+    groups that have such tokens, which `reject` would have generated again.
+    """
+    if config.too_old != MASK:
+        return {}
+    young = without_old_tokens(batch, config)
+    tokens = sum(sample.policy_tokens for sample in batch.samples)
+    young_tokens = sum(sample.policy_tokens for sample in young.samples)
+    differing = sum(group != other for group, other in zip(batch.groups, young.groups, strict=True))
+    return {
+        "staleness/masked_fraction": 1 - young_tokens / tokens,
+        "staleness/masked_groups": differing,
+    }
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
@@ -288,13 +344,19 @@ def batch_metrics(
     They cover all groups that were generated for the step, including dropped ones. Only staleness,
     penalties and zero_advantage_fraction are restricted to trained groups. The staleness of a token
     is `version` minus the version that sampled it; the environment's tokens have none. Each episode
-    has one reward, and reward/std is over all of them.
+    has one reward; reward/std is over all that were sent, reward/mean also over those that
+    async.idle=samples has not sent.
     """
     trained_on = batch_rewards(batch) if shaped_rewards is None else shaped_rewards
     samples = batch.generated
+    groups = [*batch.groups, *batch.dropped]
     rewards = torch.tensor(
         [sample.reward for sample in samples if not sample.branch], dtype=torch.float64
     )
+    reward_mean = rewards.mean().item()
+    if any(group.unsent_rewards for group in groups):
+        # of every prompt its mean, however many samples it has
+        reward_mean = fmean(fmean(group.rewards) for group in groups)
     lags = []
     token_counts = []
     for sample in batch.samples:
@@ -305,7 +367,7 @@ def batch_metrics(
     own_tokens = sum(sample.policy_tokens for sample in samples)
     is_equal = (trained_on == trained_on[:, :1]).all(dim=1)
     metrics = {
-        "reward/mean": rewards.mean().item(),
+        "reward/mean": reward_mean,
         "reward/std": rewards.std(correction=0).item(),
         "staleness/mean": fmean(lags, weights=token_counts),
         "staleness/max": float(max(lags)),
@@ -318,6 +380,20 @@ def batch_metrics(
     metrics |= failure_metrics(samples)
     metrics |= teacher_failures(samples)
     return metrics | _sample_means(samples)
+
+
+def idle_samples_metrics(batch: Batch) -> dict[str, float]:
+    """With async.idle=samples: the episodes sampled per prompt, the share that is trained on, and
+    the mean reward of that share. reward/mean is of all of them.
+    """
+    sampled = sum(len(group.rewards) for group in batch.groups)
+    unsent = sum(len(group.unsent_rewards) for group in batch.groups)
+    trained_rewards = [sample.reward for sample in batch.samples if not sample.branch]
+    return {
+        "idle/samples": sampled / len(batch.groups),
+        "idle/sent_fraction": 1 - unsent / sampled,
+        "reward/trained_mean": fmean(trained_rewards),
+    }
 
 
 def step_times(
@@ -391,7 +467,7 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
         if dropped:
             metrics[f"source/{name}/dropped"] = len(dropped)
         if samples:
-            rewards = [sample.reward for sample in samples if not sample.branch]
+            rewards = [fmean(group.rewards) for group in [*groups, *dropped]]
             metrics[f"source/{name}/reward"] = fmean(rewards)
             metrics |= {f"source/{name}/{key}": x for key, x in _sample_means(samples).items()}
     return metrics

@@ -264,6 +264,8 @@ class Group(msgspec.Struct, frozen=True):
 
     prompt: Prompt
     samples: list[Sample]  # [n], or more where episodes have branches
+    # of further episodes, which are not trained on (async.idle=samples)
+    unsent_rewards: list[float] = []
 
 
 class SampleSummary(msgspec.Struct, frozen=True):
@@ -315,6 +317,13 @@ class GroupSummary(msgspec.Struct, frozen=True):
     prompt_tokens: int
     samples: list[SampleSummary]  # [n], or more where episodes have branches
     source: str = ""  # of its prompt
+    unsent_rewards: list[float] = []  # see Group
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of all episodes that were sampled, also those not sent."""
+        sent = [sample.reward for sample in self.samples if not sample.branch]
+        return sent + self.unsent_rewards
 
 
 class GroupTexts(msgspec.Struct, frozen=True):

@@ -174,7 +174,18 @@ def _serve(pipe: Connection, run: Callable[[Cell], Any], timeout_s: float) -> No
         faulthandler.cancel_dump_traceback_later()
 
 
-COLOURS = ("#9a9a9a", "#5c5c5c", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8c5a8c")
+COLOURS = (
+    "#9a9a9a",
+    "#5c5c5c",
+    "#c26a2d",
+    "#d9a441",
+    "#2f6fab",
+    "#5a93c4",
+    "#3b8f6b",
+    "#8c5a8c",
+    "#7a7a2d",
+    "#2d7a7a",
+)
 
 
 def draw(facts: Mapping[str, Any], path: str) -> None:
@@ -235,6 +246,8 @@ SETTINGS = {
         DEPTH, partial_rollout="resume", chunk_tokens=16, max_in_flight=24
     ),
     "streaming, abort": AsyncConfig(DEPTH, partial_rollout="abort"),
+    "streaming, idle updates": AsyncConfig(DEPTH, idle="updates", max_updates=4),
+    "streaming, idle samples": AsyncConfig(DEPTH, idle="samples", max_samples=16),
 }
 
 
@@ -262,6 +275,8 @@ class OverlapResult:
     # other work
     late: float
     mixed: float  # share of samples whose tokens have more than one version
+    updates: float  # passes over a batch
+    samples: float  # responses sampled for a prompt
 
 
 def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | None) -> None:
@@ -358,6 +373,8 @@ def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> 
         bubble_s=mean("bubble_s"),
         late=mean("train_s") / cell.train_s - 1,
         mixed=statistics.fmean(row["mixed"] for row in counted) / samples,
+        updates=statistics.fmean(row["updates"] for row in counted),
+        samples=statistics.fmean(row["samples"] for row in counted),
     )
 
 
@@ -381,6 +398,8 @@ def render(facts: Mapping[str, Any]) -> str:
         "for engines",
         "generator waits",
         "bubble",
+        "updates",
+        "samples",
         "mixed versions",
         "late",
     ]
@@ -402,6 +421,8 @@ def render(facts: Mapping[str, Any]) -> str:
                 f"{cell['ratio']:g}",
                 cell["setting"],
                 *values,
+                f"{cell['updates']:.1f}",
+                f"{cell['samples']:.1f}",
                 f"{cell['mixed']:.0%}",
                 f"{cell['late']:.1%}",
             ]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megarl.algorithms.batches import step_times
+from megarl.algorithms.batches import idle_samples_metrics, step_times
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, EmulatedLengths
@@ -35,6 +35,7 @@ from megarl.config.schema import (
 from megarl.controller import Controller
 from megarl.data.order import train_mixture
 from megarl.executors.generator import GeneratorExecutor
+from megarl.executors.idle_updates import IdleUpdates
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
@@ -56,6 +57,8 @@ from megarl.rollouts.stream import RolloutStream
 from megarl.weight_sync.receiver import InitialWeights, OfferedVersion, UpdateCost, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsSender
 from megarl.weight_sync.updates import Writes
+
+FURTHER = 1_000_000  # more than the prompts of a cell
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,12 @@ class EmulatedGenerator(GeneratorExecutor):
         self.fleet = Fleet(engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
         self.rollouts_of = Rollouts(self._generate, self._generate)
         self.stream = RolloutStream(
-            self._admission(), self._roll_out, self.rollouts, self.background, self.pulse
+            self._admission(),
+            self._roll_out,
+            self.rollouts,
+            self.background,
+            self.pulse,
+            further=self._further(),
         )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
 
@@ -160,6 +168,13 @@ class EmulatedGenerator(GeneratorExecutor):
             prompt,
             list(map(_sample, await self.fleet.generate(prompt.token_ids, sampling, n))),
         )
+
+    async def _roll_out_further(self, ordinal: Ordinal, number: int) -> Group:
+        prompt = self.prompts[ordinal]
+        # engines know a prompt's responses by its tokens
+        tokens = [ordinal + FURTHER * (number + 1)] * PROMPT_TOKENS
+        completions = await self.fleet.generate(tokens, self.sampling, 1)
+        return Group(prompt, list(map(_sample, completions)))
 
 
 def _sample(completion: Completion) -> Sample:
@@ -184,6 +199,7 @@ class EmulatedTrainer:
     device: torch.device = torch.device("cpu")
     rows: list[dict[str, Any]] = field(default_factory=list)
     stopped: bool = False
+    idle: IdleUpdates | None = None
 
     def init(self) -> None:
         self.status = StatusBoard(self.cell.run_dir, "trainer.0")
@@ -233,6 +249,9 @@ class EmulatedTrainer:
         with self.trace.span(f"train step {batch.step}"):
             time.sleep(self.cell.train_s)
         train_s = time.monotonic() - started
+        if self.idle is not None:
+            for _ in self.idle.passes(batch.step, lambda: 1.0):
+                time.sleep(self.cell.train_s)
         self.curr_step += 1
         applied = self._applied()
         now = time.monotonic()
@@ -259,6 +278,8 @@ class EmulatedTrainer:
                 "mixed": sum(sample.min_version < sample.max_version for sample in samples),
                 "rejected": batch.rejected,
                 "ages": _ages(batch),
+                "updates": 1 + (self.idle.metrics["idle/updates"] if self.idle else 0),
+                "samples": idle_samples_metrics(batch)["idle/samples"],
             }
         )
 
@@ -361,6 +382,8 @@ def train(cell: Cell, key: RunKey, address: str) -> list[dict[str, Any]]:
     buffer = RolloutBuffer(cell.prompts_per_step, cell.async_.max_staleness)
     rollouts = RolloutsReceiver(link, cell.timeout_s, buffer)
     executor: Any = EmulatedTrainer(plan, cell)  # lacks parts of an executor that nothing here uses
+    if cell.async_.idle == "updates":
+        executor.idle = IdleUpdates(plan.config, 0.0, rollouts.awaits)
     Controller(executor, incoming=[rollouts], outgoing=[weights], max_steps=cell.steps).run()
     link.close()
     return executor.rows

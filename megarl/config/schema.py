@@ -1203,6 +1203,9 @@ class GeneratorConfig:
         return replace(self, **settings)
 
 
+MASK = "mask"  # value of async.too_old
+
+
 @dataclass
 class AsyncConfig:
     capacity: int | None = setting(
@@ -1239,6 +1242,37 @@ class AsyncConfig:
         "into several requests; null: a quarter of "
         "rollout.max_tokens",
         at_least(1),
+    )
+    too_old: str = setting(
+        "reject",
+        "what happens to a group with tokens older than max_staleness. reject: it is generated "
+        "again; mask: its older tokens have no loss, and it is generated again only if all are",
+        one_of("reject", MASK),
+    )
+    idle: str = setting(
+        "off",
+        "what the side that would wait does instead. updates: the trainer makes further passes over "
+        "its batch until the next one is there, as long as the effective sample size of pi/mu "
+        "stays above agreement/ess_limit; samples: the generator samples more responses to a "
+        "prompt until newer weights come, and sends those whose rewards vary most",
+        one_of("off", "updates", "samples"),
+    )
+    max_updates: int | None = setting(
+        None,
+        "with idle=updates, most passes over a batch, planned ones included; null: twice "
+        "trainer.epochs",
+        at_least(1),
+    )
+    max_samples: int | None = setting(
+        None,
+        "with idle=samples, most responses to a prompt, of which rollout.n are trained on; null: "
+        "twice rollout.n",
+        at_least(1),
+    )
+    keep_kv_cache: bool = setting(
+        False,
+        "with partial_rollout=in_flight, later turns of an episode reuse the keys and values of its "
+        "earlier turns across weight updates, instead of computing the whole conversation again",
     )
 
 

@@ -30,6 +30,8 @@ from megarl.config.algorithms import OUTCOME
 from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
 from megarl.config.tasks import task_of
+from megarl.executors.idle_updates import IdleUpdates
+from megarl.observe.agreement import MOST_LOG_RATIO, effective_size
 from megarl.teachers.trainer import BatchScores, Sequences, Teachers
 
 if TYPE_CHECKING:  # this module does not need Megatron, which takes seconds to import
@@ -57,6 +59,7 @@ class BatchSteps:
     algorithm: Algorithm
     config: RunConfig
     teachers: Teachers | None = field(default=None, kw_only=True)
+    idle: IdleUpdates | None = field(default=None, kw_only=True)
 
     def rewards(self, batch: Batch) -> Tensor:
         """Rewards [G, n] after penalties.
@@ -111,14 +114,43 @@ class BatchSteps:
             }
         keep = self._kept(batch)
         ages = self._ages(batch, parts[0].places, sequences)
-        first = self._step(parts[0], sequences, advantages, frozen, keep, ages)
-        return [
-            first,
-            *(
-                self._step(minibatch, sequences, advantages, frozen, keep)
-                for minibatch in parts[1:]
-            ),
-        ]
+        results = [self._step(parts[0], sequences, advantages, frozen, keep, ages)]
+        for minibatch in parts[1:]:
+            results.append(self._step(minibatch, sequences, advantages, frozen, keep))
+        if self.idle:
+            # those of the first epoch, since every rank has its share of each
+            one_pass = parts[: self.config.trainer.minibatches]
+            position = self.trainer.learning_rate.position
+            for _ in self.idle.passes(
+                batch.step, lambda: self._effective_size(one_pass, sequences)
+            ):
+                for minibatch in one_pass:
+                    results.append(self._step(minibatch, sequences, advantages, frozen, keep))
+                # the schedule goes by planned steps
+                self.trainer.learning_rate.seek(position)
+        return results
+
+    def _effective_size(self, parts: Sequence[MiniBatch], sequences: Sequences) -> float:
+        """The effective sample size of pi/mu under the current weights, over the tokens of `parts`,
+        as observe/agreement.py defines it. NaN without tokens. Collective.
+        """
+        log_ratios = []
+        for minibatch in parts:
+            rows = [sequences[place] for place in minibatch.places]
+            if not rows:
+                continue
+            logprobs = self.trainer.token_logprobs(rows, self.config.rollout.temperature)
+            # over all data-parallel ranks, every sequence occurs once
+            for index in self.trainer.shares(rows)[self.trainer.coordinate.dp]:
+                sequence = rows[index]
+                assert isinstance(sequence, TrainSequence)
+                log_ratio = logprobs[index].astype(np.float64) - sequence.mu_logprobs
+                log_ratios.append(log_ratio[sequence.loss_mask])
+        ratios = np.exp(np.concatenate([np.empty(0), *log_ratios]).clip(max=MOST_LOG_RATIO))
+        tokens, total, squares = self.trainer.summed(
+            [len(ratios), ratios.sum(), np.square(ratios).sum()]
+        )
+        return effective_size(tokens, total, squares)
 
     def _kept(self, batch: Batch) -> range:
         """The places of the samples whose per-token numbers are written: those in groups that are
@@ -136,7 +168,7 @@ class BatchSteps:
         # loss has.
         gae = self.algorithm.gae
         needs_proximal = (
-            (self.algorithm.needs_proximal and len(cut) > 1)
+            (self.algorithm.needs_proximal and (len(cut) > 1 or self.idle is not None))
             or self.algorithm.penalizes_rewards
             or (gae is not None and gae.truncation is not None)
         )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megarl.base.rollout_types import Group, Ordinal, Version
+from megarl.base.rollout_types import Group, Ordinal, Prompt, Version
 from megarl.config.tasks import tasks_of
 from megarl.data.order import Curriculum
 from megarl.data.prompts import held_out_sets, train_prompts
@@ -35,6 +35,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import run_ahead
 from megarl.roles.opening import open_scorers, open_served, open_teachers
 from megarl.rollouts.channel import RolloutsSender, judged
+from megarl.rollouts.idle import FurtherSamples
 from megarl.rollouts.rollout import open_fleet, open_rollouts, train_sampling
 from megarl.rollouts.stream import Admission, RolloutStream
 
@@ -131,6 +132,7 @@ class GeneratorExecutor:
             self.pulse,
             judge,
             clock.waited_s,
+            further=self._further(),
         )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
         self.start(self._follow_fleet(), "places for prompts in flight")
@@ -167,8 +169,27 @@ class GeneratorExecutor:
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
         prompt = self.prompts[ordinal]
-        sampling = self.samplings.get(prompt.source, self.sampling)
-        return await self.rollouts_of.training(prompt, sampling, self.plan.config.rollout.n)
+        n = self.plan.config.rollout.n
+        return await self.rollouts_of.training(prompt, self._sampling_of(prompt), n)
+
+    def _sampling_of(self, prompt: Prompt) -> Sampling:
+        return self.samplings.get(prompt.source, self.sampling)
+
+    def _further(self) -> FurtherSamples | None:
+        config = self.plan.config
+        if config.async_.idle != "samples":
+            return None
+        n = config.rollout.n
+        return FurtherSamples(self._roll_out_further, n, config.async_.max_samples or 2 * n)
+
+    async def _roll_out_further(self, ordinal: Ordinal, number: int) -> Group:
+        """One more episode of a prompt, with a seed that no other has."""
+        prompt = self.prompts[ordinal]
+        sampling = self._sampling_of(prompt)
+        if sampling.seed is not None:
+            seed = seed_of(sampling.seed, "further", number)
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+        return await self.rollouts_of.training(prompt, sampling, 1)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs one coroutine to its end beside the background tasks.

@@ -19,10 +19,13 @@ from megarl.algorithms.batches import (
     batch_metrics,
     batch_rewards,
     dropped_metrics,
+    idle_samples_metrics,
     masked_places,
+    old_token_metrics,
     source_metrics,
     step_times,
     too_many_dropped,
+    without_old_tokens,
 )
 from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
@@ -36,6 +39,7 @@ from megarl.data.order import train_mixture
 from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.scores import NewEvaluations, forget_after
 from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
+from megarl.executors.idle_updates import IdleUpdates
 from megarl.executors.policy import load_checkpoint, make_policy, steps_of_run
 from megarl.executors.saving import Saving
 from megarl.messaging.messages import ProbeReady, WeightsApplied
@@ -85,6 +89,8 @@ class TrainerExecutor:
     rendezvous: Rendezvous
     # returns the ledger of prompts for the checkpoint, on rank 0
     ledger: Callable[[], bytes] = Ledger().encode
+    # see IdleUpdates
+    awaits: Callable[[int, bool], bool] = lambda step, wanted: False
     curr_step: int = 0
     stopped: bool = False
 
@@ -104,8 +110,13 @@ class TrainerExecutor:
             if role.role == TEACHER:
                 models[role.name] = load_frozen(self.plan, role, self.trainer)
         teachers = Teachers(config, models) if teachers_of(config) else None
+        self._idle = None
+        if config.async_.idle == "updates":
+            self._idle = IdleUpdates(config, least_ess(config.algorithm), self.awaits)
         if self.critic is None:
-            self.batch_steps = BatchSteps(self.trainer, self.algorithm, config, teachers=teachers)
+            self.batch_steps = BatchSteps(
+                self.trainer, self.algorithm, config, teachers=teachers, idle=self._idle
+            )
         else:
             self.batch_steps = ActorCriticSteps(
                 self.trainer, self.algorithm, config, critic=self.critic, teachers=teachers
@@ -191,7 +202,7 @@ class TrainerExecutor:
         self._check_scores(batch)
         started = time.monotonic()
         with self.trace.span(f"train step {batch.step}"):
-            results = self.batch_steps.train(batch)
+            results = self.batch_steps.train(self._in_loss(batch))
         self.curr_step += 1
         self._write_tokens(batch, results)
         if self.metrics is not None:
@@ -206,7 +217,10 @@ class TrainerExecutor:
 
         All ranks return the same, whichever parts of the batch they have.
         """
-        return self.batch_steps.assign(batch)
+        return self.batch_steps.assign(self._in_loss(batch))
+
+    def _in_loss(self, batch: Batch) -> Batch:
+        return without_old_tokens(batch, self.plan.config.async_)
 
     def _check_scores(self, batch: Batch) -> None:
         """Raises RunError on all ranks if too many scores or episodes failed, or too many prompts
@@ -275,6 +289,7 @@ class TrainerExecutor:
             **_memory_metrics(applied),
             **self._accepted_metrics(applied),
             "staleness/rejected": batch.rejected,
+            **old_token_metrics(batch, self.plan.config.async_),
             "prompts/buffered": batch.buffered,
             "prompts/first": batch.groups[0].ordinal,
             "prompts/last": batch.groups[-1].ordinal,
@@ -308,6 +323,10 @@ class TrainerExecutor:
         metrics |= source_metrics(batch, self._mixture, config.data.curriculum is not None)
         metrics |= step_metrics(results, self.algorithm)
         metrics |= self.batch_steps.value_metrics()
+        if config.async_.idle == "samples":
+            metrics |= idle_samples_metrics(batch)
+        if self._idle is not None:
+            metrics |= self._idle.metrics
         # With a critic, samples of equal reward also have advantages. Without a reward, equal
         # rewards mean nothing.
         if not needs_groups_to_differ(config.algorithm):
@@ -321,7 +340,8 @@ class TrainerExecutor:
 
     def _counts(self, batch: Batch, results: list[StepResult]) -> dict[str, int]:
         config = self.plan.config
-        trained = sum(result.sequences for result in results) // config.trainer.epochs
+        passes = max(1, len(results) // config.trainer.minibatches)
+        trained = sum(result.sequences for result in results) // passes
         counts = {"samples/trained": trained}
         if any(task.algorithm.mask_truncated for task in tasks_of(config).values()):
             counts["samples/masked"] = len(masked_places(batch, config))
@@ -470,11 +490,15 @@ def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:
         changed = {}
     else:
         changed = {"sync/changed_fraction": applied.changed_fraction}
-    metrics = {
+    metrics: dict[str, float | bool] = {
         "sync/bytes": applied.bytes_written,
         "sync/audit_ok": applied.audited,
         "engines/serving": applied.engines,
     }
+    tokens, cached = applied.prefill
+    if tokens:
+        metrics["prefill/tokens"] = tokens - cached
+        metrics["prefill/cached_fraction"] = cached / tokens
     by_group = {f"engines/serving/{name}": engines for name, engines in applied.serving.items()}
     by_group |= {f"engines/tokens/{name}": tokens for name, tokens in applied.sampled.items()}
     return {**metrics, **by_group, **changed}

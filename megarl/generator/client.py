@@ -148,17 +148,18 @@ class EngineClient:
         self,
         inputs: Sequence[Sequence[int]],
         samplings: Sequence[Sampling],
-        version: Version | None = None,
+        cache_key: Version | str | None = None,
     ) -> list[Completion]:
         """Returns one completion of each input, in one request.
 
         An aborted completion has all tokens sampled so far but the last.
 
-        `version` is the version of the weights at submission. It is part of the key of SGLang's
-        prefix cache, so keys and values of older weights are never reused. Either all of
-        `samplings` are truncated, or none. Raises EngineError, TimeoutError.
+        SGLang's prefix cache reuses keys and values only among requests of one `cache_key`. With
+        the version of the weights at submission, those of older weights are never reused
+        (`KeptCache.key` has another). Either all of `samplings` are truncated, or none. Raises
+        EngineError, TimeoutError.
         """
-        body = generation(inputs, samplings, version, self._routing, self._adapter)
+        body = generation(inputs, samplings, cache_key, self._routing, self._adapter)
         answer = await self._post("/generate", body, self._user, self._request_s)
         return completions_of(self.url, answer, samplings, self._routing, self._vocab_size)
 

@@ -90,6 +90,8 @@ class Completion(Typed, frozen=True):
     kept: KeptSets | None = None
     # drafted tokens, accepted ones, and verifying passes, in one answer of an engine
     drafts: tuple[int, int, int] = (0, 0, 0)
+    # input tokens, and those of them whose keys and values the engine had, in one answer
+    prefill: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i")
@@ -110,6 +112,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish
     weight_version: str
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     weight_versions: list[_VersionSpan] = []
     # In place of a list that was already read into an array stands the number of the list.
     output_token_logprobs: list[tuple[float, int, Any]] | int = []
@@ -126,6 +129,10 @@ class _Meta(msgspec.Struct):
     @property
     def drafts(self) -> tuple[int, int, int]:
         return self.spec_num_proposed_drafts, self.spec_num_correct_drafts, self.spec_verify_ct
+
+    @property
+    def prefill(self) -> tuple[int, int]:
+        return self.prompt_tokens, self.cached_tokens
 
 
 class _Answer(msgspec.Struct):
@@ -214,14 +221,14 @@ def _adapter_fields(adapter: bool) -> dict[str, Any]:
 def generation(
     inputs: Sequence[Sequence[int]],
     samplings: Sequence[Sampling],
-    version: Version | None,
+    cache_key: Version | str | None,
     routing: RoutingFormat | None = None,
     adapter: bool = False,
 ) -> dict[str, Any]:
     """The request for one completion of each input.
 
     With `routing` it asks for chosen experts, with `adapter` it uses the policy's adapter.
-    `version`: see `EngineClient.complete`.
+    `cache_key`: see `EngineClient.complete`.
     """
     body: dict[str, Any] = {
         **_adapter_fields(adapter),
@@ -229,8 +236,8 @@ def generation(
         "sampling_params": [sampling.parameters() for sampling in samplings],
         "return_logprob": True,
     }
-    if version is not None:
-        body["extra_key"] = str(version)
+    if cache_key is not None:
+        body["extra_key"] = str(cache_key)
     if samplings[0].truncated:
         body["return_sampling_mask"] = True
     if routing is not None:
@@ -437,6 +444,7 @@ def _completion(
             experts,
             sets,
             meta.drafts,
+            meta.prefill,
         )
     if routing is not None and routing.positions(experts) != meta.prompt_tokens + len(tokens) - 1:
         positions = (
@@ -449,7 +457,14 @@ def _completion(
         raise EngineError(f"engine {engine} answered with {counts_text}")
     sets = _kept(engine, numbers, len(numbers.mask[1]), vocab_size)
     return Completion(
-        tokens, logprobs, versions, meta.finish_reason.type, experts, sets, meta.drafts
+        tokens,
+        logprobs,
+        versions,
+        meta.finish_reason.type,
+        experts,
+        sets,
+        meta.drafts,
+        meta.prefill,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 from array import array
 from collections import Counter
@@ -127,6 +128,36 @@ class Draft:
         )
 
 
+class KeptCache:
+    """The keys and values of the episodes of one prompt, which engines keep across weight updates.
+
+    Only requests with the same `key` reuse them: those of episodes that began under the same
+    weights, `version`. No request without a KeptCache has such a key.
+    """
+
+    def __init__(self, version: Version | None):
+        self.key = f"since {version}"
+        # number of tokens of a conversation, and their hash -> the engine that has computed them
+        self._engines: dict[tuple[int, bytes], Engine] = {}
+
+    def add(self, token_ids: Sequence[int], engine: Engine) -> None:
+        """Notes that `engine` has the keys and values of this conversation."""
+        tokens = array("i", token_ids).tobytes()
+        self._engines[len(token_ids), hashlib.blake2b(tokens, digest_size=16).digest()] = engine
+
+    def engine_of(self, token_ids: Sequence[int]) -> Engine | None:
+        """The engine that has the longest beginning of this conversation; None if none is known."""
+        tokens = array("i", token_ids).tobytes()
+        beginning = hashlib.blake2b(digest_size=16)
+        hashed = 0
+        engine = None
+        for length in sorted({length for length, _ in self._engines if length <= len(token_ids)}):
+            beginning.update(tokens[4 * hashed : 4 * length])
+            hashed = length
+            engine = self._engines.get((length, beginning.digest()), engine)
+        return engine
+
+
 class Fleet:
     """Engines that all have the same weights, of `version`.
 
@@ -172,6 +203,7 @@ class Fleet:
         self._chunk_tokens = chunk_tokens
         self._decode = decode
         self._drafts = [0, 0, 0]  # see take_drafts
+        self._prefill = [0, 0]  # see take_prefill
         # whether requests are exempt from aborts -> their number at the engines
         self._requests: Counter[bool] = Counter()
         self._aborts = 0
@@ -246,13 +278,25 @@ class Fleet:
             return self.serving
         return [engine for engine in self.serving if engine.group == group] or self.serving
 
+    def keeping(self) -> Callable[..., Coroutine[Any, Any, list[Completion]]]:
+        """`generate` for the episodes of one prompt, which begin now and keep their keys and values
+        across weight updates (async.keep_kv_cache).
+        """
+        return partial(self.generate, cache=KeptCache(self.version))
+
     async def generate(
-        self, prompt_ids: list[int], sampling: Sampling, n: int, group: int | None = None
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        n: int,
+        group: int | None = None,
+        cache: KeptCache | None = None,
     ) -> list[Completion]:
         """Returns n completions of one prompt.
 
         They come from one engine, unless it is lost, so that they share the prompt's KV cache.
-        `group`: use an engine of that group, as long as one of it serves.
+        `group`: use an engine of that group, as long as one of it serves. With `cache`, it is the
+        engine that has the conversation so far, unless that one is full.
 
         Log-probs are those of the weights that sampled each token. Raises: EngineError,
         TimeoutError, ValueError if the engines have no tokenizer to look for stop strings.
@@ -265,10 +309,11 @@ class Fleet:
         stops = StopStrings(sampling.stop, self._decode) if sampling.stop and self._decode else None
         drafts = [Draft(sampling.of_sample(index)) for index in range(n)]
         while any(not draft.finish_reason for draft in drafts):
-            async with self._least_loaded(n, group) as engine:
+            preferred = cache.engine_of(prompt_ids) if cache else None
+            async with self._least_loaded(n, group, preferred) as engine:
                 unfinished = [draft for draft in drafts if not draft.finish_reason]
                 while engine.is_serving and unfinished:
-                    await self._continue(engine, prompt_ids, unfinished, stops)
+                    await self._continue(engine, prompt_ids, unfinished, stops, cache)
                     unfinished = [draft for draft in drafts if not draft.finish_reason]
         return [draft.completion() for draft in drafts]
 
@@ -281,17 +326,23 @@ class Fleet:
                 return answer
 
     @contextlib.asynccontextmanager
-    async def _least_loaded(self, samples: int, group: int | None = None) -> AsyncIterator[Engine]:
-        """Waits for an engine, of `group` if given, and counts the samples as its load.
+    async def _least_loaded(
+        self, samples: int, group: int | None = None, preferred: Engine | None = None
+    ) -> AsyncIterator[Engine]:
+        """Waits for an engine, of `group` if given, and counts the samples as its load. It is
+        `preferred` if that one serves and has room for them.
 
         If its connection breaks in the body, the engine is lost, and the caller continues with
         another.
         """
         await self.pulse.until(lambda: bool(self._among(group)))
-        engine = min(
-            self._among(group),
-            key=lambda engine: (engine.load + samples) / self._capacity(engine),
-        )
+
+        def load(engine: Engine) -> float:
+            return (engine.load + samples) / self._capacity(engine)
+
+        engine = min(self._among(group), key=load)
+        if preferred is not None and preferred.is_serving and load(preferred) <= 1:
+            engine = preferred
         engine.load += samples
         try:
             yield engine
@@ -431,7 +482,12 @@ class Fleet:
             )
 
     async def _continue(
-        self, engine: Engine, prompt_ids: list[int], drafts: list[Draft], stops: StopStrings | None
+        self,
+        engine: Engine,
+        prompt_ids: list[int],
+        drafts: list[Draft],
+        stops: StopStrings | None,
+        cache: KeptCache | None,
     ) -> None:
         """Sends one request that continues each draft from its tokens so far, to its end or the
         next cut. Sends nothing if the engine was lost while requests were held: it may run again by
@@ -449,7 +505,9 @@ class Fleet:
         self._requests[protected] += 1
         try:
             completions = await engine.client.complete(
-                [[*prompt_ids, *draft.token_ids] for draft in drafts], samplings, self.version
+                [[*prompt_ids, *draft.token_ids] for draft in drafts],
+                samplings,
+                cache.key if cache else self.version,
             )
         finally:
             self._requests[protected] -= 1
@@ -457,6 +515,7 @@ class Fleet:
         engine.tokens += sum(len(completion.token_ids) for completion in completions)
         for completion in completions:
             self._drafts = [sum(pair) for pair in zip(self._drafts, completion.drafts)]
+            self._prefill = [sum(pair) for pair in zip(self._prefill, completion.prefill)]
         for draft, completion in zip(drafts, completions, strict=True):
             was_aborted = aborts != self._aborts  # whether an update has aborted the request
             if completion.finish_reason == ABORT and not was_aborted and engine.is_serving:
@@ -471,6 +530,8 @@ class Fleet:
                 draft.add(completion)
                 if stops:
                     draft.stop_at(stops, len(prompt_ids))
+            if cache:
+                cache.add([*prompt_ids, *draft.token_ids], engine)
         engine.finished += sum(bool(draft.finish_reason) for draft in drafts)
 
     def take_drafts(self) -> tuple[int, int, int]:
@@ -478,6 +539,12 @@ class Fleet:
         drafted, accepted, verified = self._drafts
         self._drafts = [0, 0, 0]
         return drafted, accepted, verified
+
+    def take_prefill(self) -> tuple[int, int]:
+        """The sums of `Completion.prefill` since the last call."""
+        tokens, cached = self._prefill
+        self._prefill = [0, 0]
+        return tokens, cached
 
     async def hold(self, timeout_s: float) -> None:
         """Submits no more requests.

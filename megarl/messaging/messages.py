@@ -94,6 +94,8 @@ class WeightsApplied(_Message, frozen=True):
     sampled: dict[str, int] = {}  # tokens sampled since the generator started, by group
     # since the last version: drafted tokens, accepted ones, and verifying passes
     drafts: tuple[int, int, int] = (0, 0, 0)
+    # since the last version: input tokens of requests, and those that the prefix cache had
+    prefill: tuple[int, int] = (0, 0)
     high_water_bytes: int = 0  # most memory that a worker of an engine has held; 0: not measured
 
 
@@ -171,6 +173,7 @@ class GroupReady(_Message, frozen=True, gc=False):
     outside: bool = False
     # how long rollouts had waited for scores when it began, and when it ended
     scoring_s: tuple[float, float] = (0.0, 0.0)
+    newest: Version = -1  # newest version among its tokens
 
 
 class Regenerate(_Message, frozen=True):

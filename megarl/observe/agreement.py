@@ -117,6 +117,8 @@ ESS_LIMIT = "agreement/ess_limit"
 # The least effective sample size. Measured (docs/offpolicy.md): runs whose reward fell had less.
 LEAST_ESS = 0.7
 LEAST_ESS_UNCORRECTED = 0.9  # with a loss that ignores the ratios
+# bound of a log-ratio whose exponential is squared, so that float64 holds the square
+MOST_LOG_RATIO = 300.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Totals:
             float(self.largest.max()),
         )
         if metrics:
-            metrics["agreement/ess_sequences"] = _effective(*self.sequences.tolist())
+            metrics["agreement/ess_sequences"] = effective_size(*self.sequences.tolist())
         for index, name in enumerate(AGES):
             metrics |= _meters(
                 f"agreement/{name}",
@@ -173,12 +175,13 @@ def _meters(name: str, sums: np.ndarray, bins: np.ndarray, largest: float) -> di
         "abs_diff_max": largest,
         "kl_k1": -log_ratio / tokens,
         "kl_k3": k3 / tokens,
-        "ess": _effective(tokens, ratio, square),
+        "ess": effective_size(tokens, ratio, square),
     }
     return {f"{name}/{key}": value for key, value in values.items()}
 
 
-def _effective(count: float, total: float, squares: float) -> float:
+def effective_size(count: float, total: float, squares: float) -> float:
+    """From the number of ratios, their sum and the sum of their squares; NaN without any."""
     if squares:
         return total * total / (count * squares)
     return math.nan

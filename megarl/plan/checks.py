@@ -20,6 +20,7 @@ from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.schema import (
     BY_CALLS,
     GRADERS,
+    MASK,
     OF_HUBS,
     OWN_PLACE,
     UNQUANTISED,
@@ -31,7 +32,7 @@ from megarl.config.schema import (
     RunConfig,
     SuiteConfig,
 )
-from megarl.config.tasks import by_source, task_of
+from megarl.config.tasks import by_source, task_of, tasks_of
 from megarl.data.order import mixed, mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out, held_out_sampling
 from megarl.lora.plan import check_lora, check_lora_groups
@@ -41,6 +42,7 @@ from megarl.plan.checkpoints import check_best, check_exported, check_resume
 from megarl.plan.topologies import (
     gpus_per_node,
     groups_of_run,
+    run_ahead,
     trainer_topology,
 )
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
@@ -53,7 +55,7 @@ from megarl.reshard.layout import (
     trainer_parameters,
 )
 from megarl.rewards import score
-from megarl.rewards.score import parts_of
+from megarl.rewards.score import parts_of, trained_parts
 from megarl.roles.plan import check_reward, check_roles, pairwise
 from megarl.simulation.settings import LOGNORMAL, SimulationConfig
 from megarl.speculative.plan import check_draft_model, check_speculative
@@ -594,6 +596,104 @@ def check_partial_rollout(config: RunConfig) -> Iterable[str]:
         )
 
 
+def check_kept_cache(config: RunConfig) -> Iterable[str]:
+    if not config.async_.keep_kv_cache:
+        return
+    setting = "async.keep_kv_cache=true"
+    mode = config.async_.partial_rollout
+    if mode != "in_flight":
+        yield (
+            f"{setting}: must be false with async.partial_rollout={mode}: only in_flight keeps keys "
+            "and values at an update"
+        )
+    if run_ahead(config.async_) == 0:
+        yield (
+            f"{setting}: must be false where no episode goes on through an update: "
+            "async.capacity or async.max_staleness is 0"
+        )
+    if config.deterministic:
+        yield f"{setting}: must be false with deterministic=true, which has no prefix cache"
+    if config.generator.server_args.get("disable_radix_cache"):
+        yield (
+            f"{setting}: must be false with generator.server_args.disable_radix_cache=true, with "
+            "which engines have no prefix cache"
+        )
+
+
+def check_too_old(config: RunConfig) -> Iterable[str]:
+    if config.async_.too_old != MASK:
+        return
+    setting = f"async.too_old={MASK}"
+    if config.async_.max_staleness is None:
+        yield f"{setting}: needs async.max_staleness; it is null, and nothing is ever too old"
+    elif run_ahead(config.async_) == 0 or config.async_.partial_rollout == "block":
+        yield (
+            f"{setting}: must be reject where all tokens of a group have one version: with "
+            "async.partial_rollout=block, or if async.capacity or async.max_staleness is 0"
+        )
+    whole = recipes.needs_one_sequence(config.algorithm)
+    if whole:
+        yield f"{setting}: must be reject with {whole}, which needs all tokens of a response"
+
+
+def check_idle(config: RunConfig) -> Iterable[str]:
+    async_ = config.async_
+    for mode, key in (("updates", "max_updates"), ("samples", "max_samples")):
+        value = getattr(async_, key)
+        if async_.idle != mode and value is not None:
+            yield f"async.{key}={value}: must be left out with async.idle={async_.idle}"
+    if async_.idle == "off":
+        return
+    setting = f"async.idle={async_.idle}"
+    if run_ahead(async_) == 0:
+        yield (
+            f"{setting}: must be off where the sides take turns: async.capacity or "
+            "async.max_staleness is 0"
+        )
+    if recipes.has_critic(config.algorithm):
+        yield f"{setting}: must be off with a critic"
+    yield from (
+        _idle_updates_problems(config)
+        if async_.idle == "updates"
+        else _idle_samples_problems(config)
+    )
+
+
+def _idle_updates_problems(config: RunConfig) -> Iterable[str]:
+    most = config.async_.max_updates
+    if most is not None and most <= config.trainer.epochs:
+        yield (
+            f"async.max_updates={most}: must be more than trainer.epochs={config.trainer.epochs}, "
+            "the passes that are made anyway"
+        )
+
+
+def _idle_samples_problems(config: RunConfig) -> Iterable[str]:
+    setting = "async.idle=samples"
+    rollout = config.rollout
+    most = config.async_.max_samples
+    if most is not None and most <= rollout.n:
+        yield f"async.max_samples={most}: must be more than rollout.n={rollout.n}"
+    if run_ahead(config.async_) is None:
+        yield (
+            f"{setting}: must be off where the generator never waits: async.capacity and "
+            "async.max_staleness are null"
+        )
+    if not recipes.needs_reward(config.algorithm):
+        yield f"{setting}: must be off where rewards make no advantages"
+    for task in tasks_of(config).values():
+        if task.rollout.name in BY_CALLS:
+            yield (
+                f"{setting}: must be off with rollout.name={task.rollout.name}: its episodes may "
+                "begin with different tokens"
+            )
+    if config.data.curriculum is not None:
+        yield f"{setting}: must be off with data.curriculum, which needs all rewards of a prompt"
+    for part in trained_parts(config):
+        if pairwise(config, part):
+            yield f"{setting}: must be off with {part.setting}, which compares a prompt's responses"
+
+
 @by_source
 def check_algorithm(config: RunConfig) -> Iterable[str]:
     return recipes.problems(config.algorithm)
@@ -940,6 +1040,9 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_sharded,
     check_batch,
     check_partial_rollout,
+    check_kept_cache,
+    check_too_old,
+    check_idle,
     check_algorithm,
     check_dynamic_sampling,
     check_program,

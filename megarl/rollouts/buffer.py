@@ -103,6 +103,10 @@ class RolloutBuffer:
     batch, and a rollout is not discarded merely for being long. If more groups of a source are due
     than fit into a batch, the next step rejects the rest.
 
+    If it `masks` old tokens instead (async.too_old), the age of a group is s minus the newest version
+    among its tokens: it is rejected only if the loss could use none of them. No batch waits for a
+    group that is still being generated, since that one goes on with tokens of newer weights.
+
     Every batch fills up. While the trainer waits for a batch, its version does not change. Groups
     that begin from then on have age 0, so they are neither rejected nor due. Every group that the
     batch waits for is already being generated. So the batch is full after finitely many rollouts,
@@ -124,6 +128,7 @@ class RolloutBuffer:
         ledger: Ledger = Ledger(),
         judge: Callable[[GroupReady], GroupReady] = lambda group: group,
         mixture: Mixture | None = None,
+        masks: bool = False,
     ):
         """`judge`: the rule by which the generator drops groups.
 
@@ -132,6 +137,7 @@ class RolloutBuffer:
         self._prompts_per_step = prompts_per_step
         self._max_staleness = max_staleness
         self._mixture = mixture or Mixture()
+        self._masks = masks
         self._consumed = Consumed(ledger.consumed_below, ledger.consumed_beyond)
         self._running: dict[Ordinal, Version] = {}
         self._running_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
@@ -225,7 +231,7 @@ class RolloutBuffer:
             return None
         quotas = self._quotas(step)
         due = self._due(self._finished_by_version, step)
-        due_in_flight = self._due(self._running_by_version, step)
+        due_in_flight = self._due({} if self._masks else self._running_by_version, step)
         for source, quota in enumerate(quotas):
             if due_in_flight[source] and len(due[source]) < quota:
                 return None
@@ -321,12 +327,16 @@ class RolloutBuffer:
         source = self._mixture.source(group.ordinal)
         self._finished[group.ordinal] = group
         self._finished_counts[source] += 1
-        self._finished_by_version[group.oldest].add(group.ordinal)
+        self._finished_by_version[self._version(group)].add(group.ordinal)
         heapq.heappush(self._order[source], group.ordinal)
+
+    def _version(self, group: GroupReady) -> Version:
+        """The version from which its age counts."""
+        return group.newest if self._masks else group.oldest
 
     def _consume(self, ordinal: Ordinal) -> GroupReady:
         group = self._remove(ordinal)
-        _discard(self._finished_by_version, group.oldest, ordinal)
+        _discard(self._finished_by_version, self._version(group), ordinal)
         self._consumed.add(ordinal)
         self._ever_rejected.discard(ordinal)
         return group

@@ -86,24 +86,31 @@ def pack(
 ) -> GroupReady:
     """Packs `group`, which began under weight version `begin_version`.
 
-    That is its oldest version if it has no tokens.
+    That is its oldest and newest version if it has no tokens.
 
     Raises: ValueError if a sample's arrays differ in length.
     """
     samples = [sample.summary() for sample in group.samples]
     prompt = group.prompt
+    sampled = [sample for sample in samples if sample.policy_versions]
     return GroupReady(
         ordinal=prompt.ordinal,
-        oldest=min(
-            (sample.min_version for sample in samples if sample.policy_versions),
-            default=begin_version,
-        ),
+        oldest=min((sample.min_version for sample in sampled), default=begin_version),
+        newest=max((sample.max_version for sample in sampled), default=begin_version),
         started_s=started_s,
         ended_s=ended_s,
         idle_s=idle_s,
         scoring_s=scoring_s,
         summary=msgspec.Raw(
-            _encode(GroupSummary(prompt.ordinal, len(prompt.token_ids), samples, prompt.source))
+            _encode(
+                GroupSummary(
+                    ordinal=prompt.ordinal,
+                    prompt_tokens=len(prompt.token_ids),
+                    samples=samples,
+                    source=prompt.source,
+                    unsent_rewards=group.unsent_rewards,
+                )
+            )
         ),
         texts=msgspec.Raw(_encode(_texts(group))),
         pieces=[
@@ -546,6 +553,18 @@ class RolloutsReceiver:
             share_bytes(batch.groups, places),
         )
         return msgspec.structs.replace(batch, numbers=split(batch.groups, places, share))
+
+    def awaits(self, step: int, wanted: bool) -> bool:
+        """Whether rank 0 has `wanted` true, and the batch of `step` is not complete yet. False also
+        if the run is to stop. Collective: all ranks return the same.
+        """
+        assert self._groups is not None, "there was a batch before"
+        body = b""
+        if self._intake is not None:
+            self._intake.take_in()
+            is_awaited = not (self._intake.buffer.full(step) or self._stop.is_made)
+            body = b"1" if wanted and is_awaited else b"0"
+        return self._groups.broadcast(body) == b"1"
 
     def ledger(self) -> bytes:
         """The encoded ledger for a checkpoint. It covers everything that has arrived by now."""

@@ -270,6 +270,8 @@ class CheckedRollout:
     clock: ScoringClock = field(default_factory=ScoringClock)
     tell: Tell = _untold  # called at once with each failure
     ignores_turns: bool = False  # whether training uses the rewards of responses alone
+    # makes the `generate` of one call; None: that of `context`
+    keeping: Callable[[], base.Generate] | None = None
     _warnings: list[str] = field(default_factory=list)  # those that have been made
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
@@ -329,12 +331,13 @@ class CheckedRollout:
         about seeds.
         """
         seeds = None if seed is None else Seeds(seed)
+        generate_in_call = self.keeping() if self.keeping else self.context.generate
 
         async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
             if seeds is not None and sampling.seed in (None, seed):
                 sampling = replace(sampling, seed=seeds.next(prompt_ids))
             with clock.decoding():
-                return await self.context.generate(prompt_ids, sampling, n)
+                return await generate_in_call(prompt_ids, sampling, n)
 
         async def score(request: ScoreRequest) -> Score:
             with clock.scoring():
@@ -461,6 +464,7 @@ async def open_rollouts(
             judge=judge,
             clock=clock,
             ignores_turns=config.algorithm.credit == OUTCOME,
+            keeping=fleet.keeping if config.async_.keep_kv_cache else None,
         )
     held_out: dict[str, CheckedRollout] = {}
     for suite, *_ in held_out_datasets(config):

@@ -11,6 +11,7 @@ from megarl.data.order import Curriculum, Mixture, Verdict
 from megarl.messaging.messages import GroupReady
 from megarl.messaging.waiting import Background, Pulse
 from megarl.rollouts.channel import RolloutsSender, pack
+from megarl.rollouts.idle import FurtherSamples
 
 
 class Admission:
@@ -92,6 +93,13 @@ class Admission:
     def held_back(self, version: Version) -> bool:
         """Whether prompts are left to begin, but need weights newer than `version`."""
         return not self.exhausted and not self._deep_enough(version)
+
+    def is_idle(self, version: Version) -> bool:
+        """Whether places stay empty until newer weights come, and the trainer has the groups for
+        the batch that makes these weights.
+        """
+        finished = self.begun - self.in_flight
+        return self.held_back(version) and finished >= (version + 1) * self._prompts_per_step
 
     def begin(self, version: Version) -> list[Ordinal]:
         """Returns the prompts that may begin now, under weights `version`, and counts them as
@@ -192,8 +200,11 @@ class RolloutStream:
         judge: Callable[[GroupReady], GroupReady] = lambda group: group,
         scoring_s: Callable[[], float] = lambda: 0.0,
         now_s: Callable[[], float] = time.monotonic,
+        further: FurtherSamples | None = None,
     ):
-        """`scoring_s` returns how long rollouts have waited for scores so far (ScoringClock)."""
+        """`scoring_s` returns how long rollouts have waited for scores so far (ScoringClock).
+        `further`: samples more responses to a prompt while places would be idle.
+        """
         self.admission = admission
         self._roll_out = roll_out
         self._channel = channel
@@ -202,6 +213,7 @@ class RolloutStream:
         self._pulse = pulse
         self._scoring_s = scoring_s
         self._now_s = now_s
+        self._further = further
         self.version: Version = -1
         self.sent = 0
         self._idle_s = 0.0
@@ -285,13 +297,20 @@ class RolloutStream:
         scoring_s = self._scoring_s()
         group = await self._roll_out(ordinal)
         ended = self._now_s()
-        ready = self._judge(
-            pack(group, version, started, ended, self._idle_s, (scoring_s, self._scoring_s()))
-        )
+        scoring = scoring_s, self._scoring_s()
+        if self._further is not None:
+            version_now = self.version
+            group = await self._further(group, lambda: self._is_idle(version_now), self._pulse)
+        ready = self._judge(pack(group, version, started, ended, self._idle_s, scoring))
         self._channel.finished(ready)
         self.admission.finish(ordinal, ready.outside, ready.dropped)
         self.sent += 1
         self._pulse.beat()
+
+    def _is_idle(self, version: Version) -> bool:
+        """Whether places have been idle under `version`, and no update of it has begun."""
+        is_updated = self._draining or self._still or version != self.version
+        return not is_updated and self.admission.is_idle(version)
 
     async def _take_back(self) -> None:
         while True:

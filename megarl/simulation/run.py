@@ -23,7 +23,7 @@ import numpy as np
 
 from megarl.algorithms.batches import step_times
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
-from megarl.config.schema import RunConfig
+from megarl.config.schema import MASK, RunConfig
 from megarl.data.order import train_mixture
 from megarl.estimate.estimate import estimate, generate_model, training_time, with_kv_caches
 from megarl.estimate.memory import Workload, dropped_share, kv_room
@@ -361,6 +361,7 @@ class Attempt:
             self.ledger,
             partial(judged, config=config),
             train_mixture(config),
+            masks=config.async_.too_old == MASK,
         )
         self.intake = Intake(wire.trainer, buffer)
         self.wire = wire

@@ -32,7 +32,7 @@ from megarl.config.errors import RunError
 from megarl.config.schema import AdamConfig, TrainerConfig
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
-from megarl.observe.agreement import AGES, BINS, EDGES, TOKENS, YOUNGEST, Totals
+from megarl.observe.agreement import AGES, BINS, EDGES, MOST_LOG_RATIO, TOKENS, YOUNGEST, Totals
 from megarl.reshard.layout import hf_layout
 from megarl.teachers.trainer import TeacherOfStep, token_divergence
 from megarl.trainer import fully_sharded, hf_io, multi_token, parallel
@@ -44,7 +44,6 @@ from megarl.trainer.microbatch import MicroBatch, build, predicted_tokens, predi
 from megarl.trainer.model import MegatronModel, output_weight, passed_on
 from megarl.trainer.optimizer import LearningRate, build_optimizer, reload_masters
 
-_MOST = 300.0  # bound of a log-ratio whose exponential is squared, so that float64 holds the square
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
 """(outputs [t] float32, microbatch) -> LossOutput, with sums instead of means, and the same keys in
 `sums` all through a step. The outputs are the log-probs of the tokens of `loss_mask`. With a scalar
@@ -80,7 +79,7 @@ class Tally:
         age = torch.where(mask, torch.bucketize(microbatch.ages, self._ages, right=True), len(AGES))
         d = torch.where(mask, logprobs.double() - microbatch.mu_logprobs.double(), 0.0)
         size = d.abs()
-        bounded = d.clamp(max=_MOST)
+        bounded = d.clamp(max=MOST_LOG_RATIO)
         ratio = bounded.exp()
         columns = [torch.ones_like(d), size, d, ratio, ratio.square(), torch.expm1(bounded) - d]
         self._sums.index_add_(0, age, torch.stack(columns, dim=1))
@@ -89,7 +88,7 @@ class Tally:
         self._largest.scatter_reduce_(0, age, size, "amax")
         is_scored = segment_sums(mask.double(), microbatch.boundaries) > 0
         sequence_ratio = torch.where(
-            is_scored, segment_sums(d, microbatch.boundaries).clamp(max=_MOST).exp(), 0.0
+            is_scored, segment_sums(d, microbatch.boundaries).clamp(max=MOST_LOG_RATIO).exp(), 0.0
         )
         self._sequences += torch.stack(
             [is_scored.sum(), sequence_ratio.sum(), sequence_ratio.square().sum()]

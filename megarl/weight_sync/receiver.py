@@ -252,6 +252,7 @@ class WeightsReceiver:
             serving=fleet.by_name(fleet.counts(fleet.serving)),
             sampled=fleet.by_name(fleet.sampled),
             drafts=fleet.take_drafts(),
+            prefill=fleet.take_prefill(),
             high_water_bytes=cost.high_water_bytes,
         )
         await self._send_all(message)

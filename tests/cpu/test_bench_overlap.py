@@ -78,7 +78,8 @@ def test_every_prompt_is_used_once_whole_and_within_the_depth(ran, setting):
 
 def test_only_the_modes_that_go_on_mix_versions_in_a_response(ran):
     mixing = {setting for setting, (_, rows) in ran.items() if sum(row["mixed"] for row in rows)}
-    assert mixing == {"streaming, in_flight", "streaming, retract", "streaming, resume"}
+    modes = {"streaming, in_flight", "streaming, retract", "streaming, resume"}
+    assert modes <= mixing <= modes | {"streaming, idle updates", "streaming, idle samples"}
 
 
 def test_the_bubble_is_the_idle_time_of_the_less_idle_side(ran):
@@ -89,6 +90,14 @@ def test_the_bubble_is_the_idle_time_of_the_less_idle_side(ran):
             assert row["time/bubble_s"] == min(trainer_idle_s, generator_idle_s)
             assert min(trainer_idle_s, generator_idle_s, row["time/weights_wait_s"]) >= 0
             assert row["time/weights_wait_s"] <= row["time/trainer_wait_s"] <= row["time/step_s"]
+
+
+def test_idle_side_makes_updates_or_samples(ran):
+    for setting, (_, rows) in ran.items():
+        updates = {row["updates"] for row in rows}
+        samples = {row["samples"] for row in rows}
+        assert updates == {1} or (setting == "streaming, idle updates" and max(updates) <= 4)
+        assert samples == {N} or (setting == "streaming, idle samples" and max(samples) <= 16)
 
 
 def test_synchronous_run_holds_its_generator_back(ran):

@@ -358,6 +358,44 @@ def test_the_version_is_what_keeps_the_cache_apart(rig):
     assert runner.run(shared_prefix(rig, "in_flight", key=rig.version)) > 0.01
 
 
+def test_kept_cache_serves_later_turns_of_its_episode_alone(rig):
+    """After an update, the next turn prefills only what is new, and its log-probs are those of the
+    new weights with the old keys and values.
+    """
+    runner, rig = rig
+
+    async def body() -> None:
+        fleet = rig.fleet("in_flight")
+        keeping = fleet.keeping()
+        prompt = (PROMPTS[3] * 3)[:30]
+        [first] = await keeping(prompt, SHORT, 1)
+        await rig.update(fleet, "in_flight")
+        conversation = [*prompt, *first.token_ids]
+        fleet.take_prefill()
+        [second] = await keeping(conversation, SHORT, 1)
+        tokens, cached = fleet.take_prefill()
+        assert tokens == len(conversation)
+        assert tokens - cached <= 2, "the last token sampled has no keys and values yet"
+        assert second.versions.tolist() == [rig.version] * SHORT.max_tokens
+        [fresh] = await fleet.keeping()(conversation, SHORT, 1)
+        assert fleet.take_prefill() == (tokens, 0), "another episode"
+        turns = Completion(
+            [*first.token_ids, *second.token_ids],
+            [*first.logprobs, *second.logprobs],
+            [*first.versions, *second.versions],
+            "length",
+        )
+        old, new = (rig.models[version % 2] for version in (rig.version - 1, rig.version))
+        by = sampled_by([old, new], prompt, turns, TOLERANCE)
+        assert by == [0] * SHORT.max_tokens + [1] * SHORT.max_tokens
+        [anew] = await rig.scores(conversation, [second], rig.version)
+        assert difference(second.logprobs, anew) > 0.01
+        [anew] = await rig.scores(conversation, [fresh], rig.version)
+        assert difference(fresh.logprobs, anew) < TOLERANCE
+
+    runner.run(body())
+
+
 def test_a_response_that_was_aborted_once_is_waited_for(rig):
     runner, rig = rig
 

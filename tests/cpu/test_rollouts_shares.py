@@ -113,7 +113,8 @@ def work(pipe: Connection, rank: int, store: str) -> None:
                     None if value.policy_mask is None else value.policy_mask.tolist(), value.routing)
             for place, value in batch.numbers.items()
         }  # fmt: skip
-        pipe.send((batch.groups, len(batch.texts), numbers))
+        awaited = [receiver.awaits(batch.step + 1, wanted) for wanted in (rank == 0, rank > 0)]
+        pipe.send((batch.groups, len(batch.texts), numbers, awaited))
     pipe.send(receiver.ledger() if rank == 0 else None)
     dist.destroy_process_group()
 
@@ -141,7 +142,8 @@ def test_each_rank_has_its_share_and_no_more(tmp_path):
         ]
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(2 * TIMEOUT_S), f"rank {rank} says nothing"
-            groups, texts, numbers = pipe.recv()
+            groups, texts, numbers, awaited = pipe.recv()
+            assert awaited == [step == STEPS - 1, False], "what rank 0 wants, on every rank"
             assert [
                 (sample_group.ordinal, sample_group.prompt_tokens) for sample_group in groups
             ] == [

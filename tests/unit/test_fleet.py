@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_fleets import numbers
 from loops import DEADLINE_S, settle
 
+from megarl.base.rollout_types import Prompt
 from megarl.config.schema import GeneratorConfig
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import (
@@ -25,6 +29,8 @@ from megarl.generator.completions import (
 )
 from megarl.generator.engine_state import EngineState
 from megarl.generator.fleet import Fleet, watch_returns
+from megarl.rollouts.environments.base import RolloutContext, Transcript
+from megarl.rollouts.rollout import CheckedRollout
 
 
 class FakeEngine:
@@ -437,3 +443,84 @@ def test_a_newcomer_that_breaks_starts_again_and_is_not_lost():
         assert newcomer.state is EngineState.LOST
 
     asyncio.run(run())
+
+
+def test_turns_of_an_episode_keep_their_key_and_engine():
+    """Without `keeping`, a request has the key of the weights, and goes to any engine."""
+
+    async def answer(inputs, samplings):
+        return [tokens_of(2, "length") for _ in inputs]
+
+    async def run():
+        first, second = FakeEngine(answer), FakeEngine(answer)
+        fleet = Fleet([first, second], "in_flight")
+        fleet.release(3)
+        keeping = fleet.keeping()
+        others = fleet.keeping()
+        sampling = Sampling(max_tokens=2)
+        fleet.engines[0].load = 1
+        await keeping([1], sampling, 1)
+        fleet.engines[0].load, fleet.engines[1].load = 0, 1
+        fleet.release(4)
+        await keeping([1, 7, 7, 5], sampling, 1)
+        await keeping([1, 7, 6], sampling, 1)  # another conversation
+        await others([1, 7, 7, 5], sampling, 1)
+        await fleet.keeping()([1], sampling, 1)
+        await fleet.generate([1, 7, 7, 5], sampling, 1)
+        return first.versions, second.versions
+
+    first, second = asyncio.run(run())
+    assert second == ["since 3", "since 3"], "the engine that has the conversation"
+    assert first == ["since 3", "since 3", "since 4", 4]
+
+
+def test_full_engine_does_not_keep_a_conversation():
+    async def answer(inputs, samplings):
+        return [tokens_of(1, "length") for _ in inputs]
+
+    async def run():
+        engines = FakeEngine(answer), FakeEngine(answer)
+        fleet = Fleet(engines, "in_flight")
+        fleet.release(0)
+        keeping = fleet.keeping()
+        fleet.engines[1].load = 1
+        await keeping([1], Sampling(max_tokens=1), 1)
+        fleet.engines[0].load = fleet.groups[0].settings.max_concurrency
+        await keeping([1, 7], Sampling(max_tokens=1), 1)
+        return [len(engine.versions) for engine in engines]
+
+    assert asyncio.run(run()) == [1, 1]
+
+
+def test_prompt_keeps_one_cache_over_all_its_turns():
+    """Only a rollout that is given `keeping` does: evaluations are not."""
+    caches: list[int] = []
+
+    async def plain(prompt_ids, sampling, n):
+        caches.append(-1)
+        return [tokens_of(1, "stop")] * n
+
+    def keeping():
+        number = max(caches, default=-1) + 1
+
+        async def generate(prompt_ids, sampling, n):
+            caches.append(number)
+            return [tokens_of(1, "stop")] * n
+
+        return generate
+
+    async def two_turns(context, prompt, sampling, n):
+        transcript = Transcript(prompt, context.tokenizer, 4)
+        for _ in range(2):
+            [completion] = await context.generate(transcript.token_ids, sampling, 1)
+            transcript.add_policy(completion)
+        return [transcript.sample(0.0)]
+
+    tokenizer: Any = SimpleNamespace(decode_turn=str)
+    nothing: Any = None
+    context = RolloutContext(tokenizer, plain, nothing, nothing, 1.0)
+    held_out = CheckedRollout("own", two_turns, context, timeout_s=5, vocab_size=10)
+    training = replace(held_out, keeping=keeping)
+    for checked in (training, training, held_out):
+        asyncio.run(checked(Prompt(0, [1], "", ""), Sampling(4, seed=0), 1))
+    assert caches == [0, 0, 1, 1, -1, -1]

@@ -166,6 +166,72 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "async.chunk_tokens=1024: must be below rollout.max_tokens=1024, or nothing is ever cut",
         ),
         (
+            "async.keep_kv_cache=true async.partial_rollout=retract",
+            "async.keep_kv_cache=true: must be false with async.partial_rollout=retract: only "
+            "in_flight keeps keys and values at an update",
+        ),
+        (
+            "async.keep_kv_cache=true async.max_staleness=0",
+            "async.keep_kv_cache=true: must be false where no episode goes on through an update: "
+            "async.capacity or async.max_staleness is 0",
+        ),
+        (
+            "async.keep_kv_cache=true deterministic=true",
+            "async.keep_kv_cache=true: must be false with deterministic=true, which has no prefix "
+            "cache",
+        ),
+        (
+            "async.too_old=mask",
+            "async.too_old=mask: needs async.max_staleness; it is null, and nothing is ever too old",
+        ),
+        (
+            "async.too_old=mask async.max_staleness=2 async.partial_rollout=block",
+            "async.too_old=mask: must be reject where all tokens of a group have one version: with "
+            "async.partial_rollout=block, or if async.capacity or async.max_staleness is 0",
+        ),
+        (
+            "async.too_old=mask async.max_staleness=2 algorithm.name=online_dpo",
+            "async.too_old=mask: must be reject with algorithm.name=online_dpo, which needs all "
+            "tokens of a response",
+        ),
+        ("async.max_updates=3", "async.max_updates=3: must be left out with async.idle=off"),
+        (
+            "async.idle=updates async.max_samples=8",
+            "async.max_samples=8: must be left out with async.idle=updates",
+        ),
+        (
+            "async.idle=updates async.max_updates=2 trainer.epochs=2 max_steps=9",
+            "async.max_updates=2: must be more than trainer.epochs=2, the passes that are made anyway",
+        ),
+        (
+            "async.idle=updates async.capacity=0",
+            "async.idle=updates: must be off where the sides take turns: async.capacity or "
+            "async.max_staleness is 0",
+        ),
+        (
+            "async.idle=updates algorithm.name=ppo roles.critic.path=x",
+            "async.idle=updates: must be off with algorithm.name=ppo, which has a critic",
+        ),
+        (
+            "async.idle=samples async.max_samples=4",
+            "async.max_samples=4: must be more than rollout.n=4",
+        ),
+        (
+            "async.idle=samples async.capacity=null",
+            "async.idle=samples: must be off where the generator never waits: async.capacity and "
+            "async.max_staleness are null",
+        ),
+        (
+            "async.idle=samples rollout.name=program",
+            "async.idle=samples: must be off with rollout.name=program: its episodes may begin with "
+            "different tokens",
+        ),
+        (
+            "async.idle=samples data.curriculum.rest_epochs=2",
+            "async.idle=samples: must be off with data.curriculum, which needs all rewards of a "
+            "prompt",
+        ),
+        (
             "generator.server_args.tp_size=2",
             "generator.server_args.tp_size=2: must be set by generator.tp",
         ),

@@ -58,7 +58,12 @@ class FakeRollouts:
 
 
 def with_stream(
-    body, run_ahead=1, max_in_flight=3, start=GenerateFrom(0, []), judge=lambda group: group
+    body,
+    run_ahead=1,
+    max_in_flight=3,
+    start=GenerateFrom(0, []),
+    judge=lambda group: group,
+    further=None,
 ):
     async def run():
         background = Background()
@@ -68,7 +73,9 @@ def with_stream(
         admission = Admission(
             prompts_per_step=2, run_ahead=run_ahead, max_in_flight=max_in_flight, end=12
         )
-        stream = RolloutStream(admission, rollouts, channel, background, pulse, judge)
+        stream = RolloutStream(
+            admission, rollouts, channel, background, pulse, judge, further=further
+        )
 
         async def main():
             background.start(stream.run(DEADLINE_S), "rollout stream")
@@ -234,3 +241,32 @@ async def test_error_without_a_waiter_is_raised_by_the_next_wait():
     with pytest.raises(ValueError, match="first"):
         await background.beside(asyncio.sleep(DEADLINE_S))
     assert second_ended.is_set(), "the other tasks are ended"
+
+
+def test_further_samples_end_when_an_update_begins():
+    """They are sampled while prompts need newer weights, and the trainer has its batch."""
+
+    async def further(group, is_idle, pulse):
+        await pulse.until(lambda: not is_idle())
+        return group
+
+    async def body(stream, channel, rollouts):
+        stream.put_version(0)
+        await settle()
+        for ordinal in (0, 1):  # the first batch is sent at once
+            rollouts.finish(ordinal)
+            await settle()
+        assert [group.ordinal for group in channel.ready] == [0, 1]
+        rollouts.finish(2)
+        await settle()
+        assert len(channel.ready) == 2 and stream.admission.in_flight == 2, "2 gets more samples"
+        stream.stand_still()
+        await settle()
+        assert [group.ordinal for group in channel.ready] == [0, 1, 2]
+        stream.put_version(1)
+        await settle()
+        rollouts.finish(3)
+        await settle()
+        assert [group.ordinal for group in channel.ready] == [0, 1, 2, 3]
+
+    with_stream(body, further=further)
