@@ -12,7 +12,16 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import DROP, LearnedConfig, RunConfig
 from megarl.data.datasets import answers_of, load_rows
 from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
-from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_sampling
+from megarl.data.rows import (
+    Answers,
+    Reading,
+    Row,
+    RowProblem,
+    Rows,
+    held_out,
+    held_out_samples,
+    held_out_sampling,
+)
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Sampling
 from megarl.models.spec import ModelSpec
@@ -206,9 +215,7 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> l
         if config.eval.limit is not None:
             limit = min(config.eval.limit, limit)
         prompts = [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
-        samples = config.eval.samples
-        if suite is not None and suite.samples is not None:
-            samples = suite.samples
+        samples = held_out_samples(config, suite)
         sets.append(HeldOutSet(name, prompts, samples, sampling))
     return sets
 

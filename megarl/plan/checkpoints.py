@@ -25,7 +25,7 @@ from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.load import load_config
 from megarl.config.schema import DROP, RunConfig
 from megarl.data import contents
-from megarl.data.rows import held_out
+from megarl.data.rows import held_out, held_out_samples
 from megarl.rewards.score import parts_in_evaluation
 
 # file in a checkpoint with the step after which it was saved, among other values
@@ -355,7 +355,7 @@ def scores_to_choose_by(config: RunConfig) -> list[str]:
     graded = any(part.role is not None for part in parts_in_evaluation(config))
     keys: list[str] = []
     for name, _, _, suite in held_out(config):
-        samples = (suite.samples if suite else None) or config.eval.samples
+        samples = held_out_samples(config, suite)
         scores = ["reward/mean"]
         if not graded and samples > 1:
             scores = [f"pass@{samples}", f"avg@{samples}", *scores]
