@@ -613,6 +613,12 @@ class SftConfig:
         "steps between measurements of `eval`; 0: only before the first and after the last step",
         at_least(0),
     )
+    score_every: int = setting(
+        0,
+        "steps between evaluations of data.eval and eval.suites by the engines, as in megarl "
+        "eval, which interrupt the warm start; the last step's weights are evaluated too; 0: none",
+        at_least(0),
+    )
     keep: str = setting(
         "best",
         "with `eval`, which weights `output` gets: those with the lowest measured loss, or the "

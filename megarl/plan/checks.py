@@ -768,6 +768,10 @@ def check_eval_engines(config: RunConfig) -> Iterable[str]:
 def check_sft_command(config: RunConfig) -> Iterable[str]:
     if config.sft.every and config.sft.eval is None:
         yield f"sft.every={config.sft.every}: needs held-out demonstrations: set sft.eval.source"
+    if config.sft.score_every and not held_out(config):
+        yield (
+            f"sft.score_every={config.sft.score_every}: needs a held-out set: set data.eval.source"
+        )
     if config.sft.steps < 1:
         yield f"sft.steps={config.sft.steps}: must be at least 1 for megarl sft"
     if config.sft.batch_size < config.trainer.dp:
