@@ -7,13 +7,9 @@ python configs/data/reasoning_tasks.py TASK FOLDER [SETTING=NUMBER …] writes 2
 import json
 import sys
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 import reasoning_gym
-
-HELD_OUT_ROWS = 256
-TRAIN_ROWS = 2000
 
 scorer_of = cache(reasoning_gym.get_score_answer_fn)
 
@@ -25,19 +21,26 @@ def score(response: str, row: dict) -> float:
 
 
 def distinct_rows(task: str, rows: int, **settings: float) -> list[dict]:
-    """The first `rows` rows of a task whose questions differ."""
+    """The first `rows` rows of a task whose questions differ. Raises ValueError if there are fewer
+    among a hundred times as many.
+    """
     by_question = {}
-    for seed in count():
-        for row in reasoning_gym.create_dataset(task, size=rows, seed=seed, **settings):
-            by_question.setdefault(row["question"], row)
-        if len(by_question) >= rows:
-            return list(by_question.values())[:rows]
-    raise AssertionError
+    for row in reasoning_gym.create_dataset(task, size=100 * rows, seed=0, **settings):
+        by_question.setdefault(row["question"], row)
+        if len(by_question) == rows:
+            return list(by_question.values())
+    raise ValueError(f"{task} with {settings} has only {len(by_question)} different questions")
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    lines = [json.dumps(row, default=str) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
+def write_split(
+    folder: Path, task: str, held_out: int = 256, train: int = 2000, **settings: float
+) -> None:
+    """Writes eval.jsonl and train.jsonl, which share no question."""
+    rows = distinct_rows(task, held_out + train, **settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("eval", rows[:held_out]), ("train", rows[held_out:])):
+        lines = [json.dumps(row, default=str) + "\n" for row in part]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -46,7 +49,4 @@ if __name__ == "__main__":
     for assignment in assignments:
         name, _, value = assignment.partition("=")
         settings[name] = json.loads(value)
-    rows = distinct_rows(task, HELD_OUT_ROWS + TRAIN_ROWS, **settings)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_rows(Path(folder) / "eval.jsonl", rows[:HELD_OUT_ROWS])
-    write_rows(Path(folder) / "train.jsonl", rows[HELD_OUT_ROWS:])
+    write_split(Path(folder), task, **settings)

@@ -72,8 +72,10 @@ def prompt_tokens(
     spec: ModelSpec,
     response_tokens: int,
     most: int | None = None,
+    length_key: str = "rollout.max_tokens",
 ) -> Callable[[Row], int]:
-    """Returns a function that counts the tokens of a row's prompt.
+    """Returns a function that counts the tokens of a row's prompt. `length_key`: the setting that
+    decides `response_tokens`, for messages.
 
     It raises RowProblem if the prompt leaves no room for a response, has more than `most` tokens
     (data.max_prompt_tokens), or has unknown characters.
@@ -91,6 +93,8 @@ def prompt_tokens(
     less = f"{response_tokens} for the response and {KEPT_BACK} that SGLang keeps back"
     room = tokens - response_tokens - KEPT_BACK
     reckoned = f"{tokens} tokens of {of_what} less {less}"
+    if room < 1:
+        reckoned += f"; set a smaller {length_key}"
     if most is not None and most < room:
         room = most
         reckoned = "data.max_prompt_tokens"
