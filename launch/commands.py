@@ -29,7 +29,15 @@ from megarl.data.rows import held_out
 from megarl.estimate.estimate import estimate, with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
-from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
+from megarl.evaluation.scores import (
+    as_metrics,
+    best_checkpoint,
+    note_lost,
+    read_results,
+    sampling_text,
+    sets,
+    write_result,
+)
 from megarl.generator.groups import EngineGroup
 from megarl.labels import state
 from megarl.labels.pairs import HELD_OUT_FILE, PAIRS_FILE, read_scored, summary, write_pairs
@@ -53,11 +61,17 @@ from megarl.launch.worker import PARENT
 from megarl.messaging.host import loopback
 from megarl.messaging.rendezvous import EngineAddress, Purpose, Rendezvous
 from megarl.models.spec import SCALAR
-from megarl.observe.metrics import METRICS_FILE, check_lines, read_metrics
+from megarl.observe.metrics import METRICS_FILE, change_rows, check_lines, read_metrics
 from megarl.observe.progress import Doings, Progress
 from megarl.observe.samples import recover_ordinals
 from megarl.observe.status import clear_statuses
-from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
+from megarl.plan.checkpoints import (
+    changes,
+    checkpoint_path,
+    remove_leftovers,
+    scored_path,
+    scores_to_choose_by,
+)
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import generator_ranks, gpus_of_run, gpus_per_node
 from megarl.plan.weights import (
@@ -616,28 +630,53 @@ def unscored(config: RunConfig) -> bool:
 def sft(plan: RunPlan) -> None:
     """Runs the supervised warm start, which writes an HF checkpoint to `sft.output`.
 
-    Does nothing if there is one.
+    Does nothing if there is one. With `sft.score_every`, the engines evaluate the weights between
+    parts of the warm start, in which nothing else runs, and at its end.
     """
     config = plan.config
     run_dir = Path(config.run_dir) / "sft"
     node = this_node()
-    if (Path(config.sft.output) / "config.json").exists():
+    if _is_warm(config):
         if node.is_head:
-            digests = digests_of(check_data(config, plan.spec, "sft"))
-            lines = compare_contents(
-                read_contents(Path(config.sft.output)),
-                contents_of(config, digests, rewarded=False),
-                config.checkpoint.accept_changed_data,
-                first_job=f"the warm start in sft.output={config.sft.output}",
-                instead="remove it to train it again",
-            )
-            for line in lines:
-                print(line)
-            print(
-                f"{config.sft.output} is there already: nothing to do. Remove it to train it again."
-            )
+            _compare_warm_start(plan)
         return
-    resume = latest_checkpoint(run_dir)
+    if config.sft.score_every:
+        resolve(config, "eval")  # what is wrong is told before the training
+        check_data(config, plan.spec, "eval", at_hand=True)
+    while not _is_warm(config):
+        resume = latest_checkpoint(run_dir)
+        if _is_unscored(config, resume.step):
+            _score(plan, scored_path(config), resume.step)
+        _warm_up(plan, node, resume)
+    if config.sft.score_every:
+        _score(plan, config.sft.output, config.sft.steps)
+    if node.is_head:
+        print(f"Supervised weights are in {config.sft.output}")
+
+
+def _is_warm(config: RunConfig) -> bool:
+    return (Path(config.sft.output) / "config.json").exists()
+
+
+def _compare_warm_start(plan: RunPlan) -> None:
+    """Says that there is a warm start. Raises ConfigError if it was made from other rows."""
+    config = plan.config
+    lines = compare_contents(
+        read_contents(Path(config.sft.output)),
+        contents_of(config, digests_of(check_data(config, plan.spec, "sft")), rewarded=False),
+        config.checkpoint.accept_changed_data,
+        first_job=f"the warm start in sft.output={config.sft.output}",
+        instead="remove it to train it again",
+    )
+    for line in lines:
+        print(line)
+    print(f"{config.sft.output} is there already: nothing to do. Remove it to train it again.")
+
+
+def _warm_up(plan: RunPlan, node: Node, resume: Resume) -> None:
+    """Trains up to the end, or to the next evaluation of `sft.score_every`."""
+    config = plan.config
+    run_dir = Path(config.run_dir) / "sft"
 
     def prepare(_: Path) -> None:
         inputs = check_inputs(config, "sft", plan)
@@ -656,8 +695,31 @@ def sft(plan: RunPlan) -> None:
 
     job = Job("sft", run_dir / "logs", trainer_role="sft")
     _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps, resume)
-    if node.is_head:
-        print(f"Supervised weights are in {config.sft.output}")
+
+
+def _is_unscored(config: RunConfig, step: int) -> bool:
+    """Whether the warm start ended its last part after `step` steps, and was not evaluated yet."""
+    every = config.sft.score_every
+    scored = {result["version"] for result in read_results(Path(config.run_dir) / "sft")}
+    return every > 0 and step > 0 and step % every == 0 and step not in scored
+
+
+def _score(plan: RunPlan, folder: str, step: int) -> None:
+    """Evaluates a warm start's weights after `step` steps. Their scores get into the row of the
+    last step, and are the version `step` in run_dir/sft/eval.
+    """
+    config = plan.config
+    run_dir = Path(config.run_dir) / "sft"
+    exported = replace(config, model=replace(config.model, path=folder))
+    weights = WeightsSource(folder, checkpoint=f"{folder} after {step} steps")
+    scores = evaluate(replace(resolve(exported, "eval"), weights=weights), quiet=False)
+    if not scores:  # on another node than the first
+        return
+    print(scores)
+    result = {key: value for key, value in scores.items() if key != "weights"}
+    write_result(run_dir, step, result)
+    rows = {row["step"]: row for row in read_metrics(run_dir / METRICS_FILE)}
+    change_rows(run_dir, {step - 1: rows[step - 1] | as_metrics({"version": step, **result})})
 
 
 def reward_model(plan: RunPlan) -> None:

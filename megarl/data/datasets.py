@@ -39,6 +39,7 @@ from megarl.data.rows import (
     Rows,
     dates_of,
     files_of,
+    in_shuffled_order,
     with_benchmark_question,
     within_dates,
     without_nulls,
@@ -610,7 +611,8 @@ def _size(config: SourceConfig) -> int | None:
 
 def _records(config: SourceConfig, key: str) -> Iterable[tuple[str, dict[str, Any] | RowProblem]]:
     """(location, record) of each row that the section selects."""
-    for location, record in islice(within_dates(records(config, key), config), _size(config)):
+    selected = in_shuffled_order(within_dates(records(config, key), config), config)
+    for location, record in islice(selected, _size(config)):
         if not isinstance(record, dict | RowProblem):
             record = RowProblem(f"a row must be an object with fields, not {_kind(record)}")
         yield location, record

@@ -13,7 +13,16 @@ from megarl.config.schema import DROP, DatasetConfig, RunConfig
 from megarl.config.tasks import task_of
 from megarl.data.datasets import answers_of, answers_of_labels, load_rows, responses_in
 from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
-from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_sampling
+from megarl.data.rows import (
+    Answers,
+    Reading,
+    Row,
+    RowProblem,
+    Rows,
+    held_out,
+    held_out_samples,
+    held_out_sampling,
+)
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Sampling
 from megarl.models.spec import ModelSpec
@@ -65,8 +74,10 @@ def prompt_tokens(
     spec: ModelSpec,
     response_tokens: int,
     most: int | None = None,
+    length_key: str = "rollout.max_tokens",
 ) -> Callable[[Row], int]:
-    """Returns a function that counts the tokens of a row's prompt.
+    """Returns a function that counts the tokens of a row's prompt. `length_key`: the setting that
+    decides `response_tokens`, for messages.
 
     It raises RowProblem if the prompt leaves no room for a response, has more than `most` tokens
     (data.max_prompt_tokens), or has unknown characters.
@@ -84,6 +95,8 @@ def prompt_tokens(
     less = f"{response_tokens} for the response and {KEPT_BACK} that SGLang keeps back"
     room = tokens - response_tokens - KEPT_BACK
     reckoned = f"{tokens} tokens of {of_what} less {less}"
+    if room < 1:
+        reckoned += f"; set a smaller {length_key}"
     if most is not None and most < room:
         room = most
         reckoned = "data.max_prompt_tokens"
@@ -251,9 +264,7 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> l
         if config.eval.limit is not None:
             limit = min(config.eval.limit, limit)
         prompts = [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
-        samples = config.eval.samples
-        if suite is not None and suite.samples is not None:
-            samples = suite.samples
+        samples = held_out_samples(config, suite)
         references: list[str] = []
         if config.eval.win_rate is not None and not (suite and suite.benchmark):
             references = [reference_of(rows[i]) for i in range(limit)]

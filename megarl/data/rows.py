@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,7 @@ WITH_ROW: dict[Answers, Answers] = {
 
 
 LIVECODEBENCH = "livecodebench"
+GPQA = "gpqa"
 _LETTERS = "ABCDEFGHIJ"
 _BOXED = "{}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _CHOICE = (
@@ -132,6 +134,18 @@ _CHOICE = (
     'your answer with "the answer is (X)" where X '
     "is the correct letter choice.\n\nQuestion: {}\nOptions:\n{}"
 )
+_GRADUATE = (
+    "Answer the following multiple choice question. The last line of your response should be of "
+    "the following format: 'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think "
+    "step by step before answering.\n\n{}\n\n{}"
+)
+_GRADUATE_OPTIONS = (
+    "Correct Answer",
+    "Incorrect Answer 1",
+    "Incorrect Answer 2",
+    "Incorrect Answer 3",
+)
+_ORDER = "order of the options"  # the column that `in_shuffled_order` adds
 _PROGRAM = (
     "You are an expert Python programmer. You will be given a question (problem specification) "
     "and will generate a correct Python program "
@@ -155,19 +169,35 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Published:
+    """How a benchmark is sampled where neither its suite nor `eval` says so.
+
+    A greedy evaluation has one sample and no filter.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    samples: int = 1
+
+
+@dataclass(frozen=True)
 class Benchmark:
-    """A known benchmark (eval.suites.NAME.benchmark): its place on the hub, and its question.
+    """A known benchmark (eval.suites.NAME.benchmark): its place on the hub, its question, and how
+    it is sampled in publications.
 
     The questions are worded as is usual. MATH-500, AIME and GSM8K follow Qwen2.5-Math's evaluation
     (arXiv:2409.12122). MMLU-Pro follows its authors' (arXiv:2406.01574), without their five worked
-    examples. IFEval's prompts are used as they are. LiveCodeBench (arXiv:2403.07974) uses its own
-    wording for chat models, with the system message first.
+    examples. GPQA (arXiv:2311.12022) follows OpenAI's simple-evals. IFEval's prompts are used as
+    they are. LiveCodeBench (arXiv:2403.07974) uses its own wording for chat models, with the system
+    message first. docs/evaluation.md says where the sampling is published.
     """
 
     source: str  # the dataset's name on the hub
     split: str
     # returns a row's question and reference answer
     question_of: Callable[[Record], tuple[str, Any]]
+    published: Published
     subset: str | None = None
 
 
@@ -210,6 +240,13 @@ def _choice(record: Record) -> tuple[str, str]:
     return _CHOICE.format(category, _text(record, "question"), listed), answer
 
 
+def _graduate(record: Record) -> tuple[str, str]:
+    question = _text(record, "Question")
+    options = [_text(record, _GRADUATE_OPTIONS[place]) for place in record[_ORDER]]
+    listed = "\n".join(f"{letter}) {option}" for letter, option in zip(_LETTERS, options))
+    return _GRADUATE.format(question, listed), _LETTERS[record[_ORDER].index(0)]
+
+
 def _instructed(record: Record) -> tuple[str, Record]:
     columns = ("instruction_id_list", "kwargs")
     absent = [repr(column) for column in columns if column not in record]
@@ -240,19 +277,59 @@ def _text(record: Record, field: str) -> str:
     return value
 
 
+_REASONING = Published(max_tokens=32768, temperature=0.6, top_p=0.95, samples=64)
+
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", _question(("problem", "answer"))),
-    "gsm8k": Benchmark("openai/gsm8k", "test", _question(("question", "answer")), "main"),
+    "math500": Benchmark(
+        source="HuggingFaceH4/MATH-500",
+        split="test",
+        question_of=_question(("problem", "answer")),
+        published=replace(_REASONING, samples=4),
+    ),
+    "gsm8k": Benchmark(
+        source="openai/gsm8k",
+        subset="main",
+        split="test",
+        question_of=_question(("question", "answer")),
+        published=Published(max_tokens=2048),
+    ),
     "aime2024": Benchmark(
-        "HuggingFaceH4/aime_2024", "train", _question(("problem", "answer"), ("Problem", "Answer"))
+        source="HuggingFaceH4/aime_2024",
+        split="train",
+        question_of=_question(("problem", "answer"), ("Problem", "Answer")),
+        published=_REASONING,
     ),
     "aime2025": Benchmark(
-        "math-ai/aime25", "test", _question(("problem", "answer"), ("question", "answer"))
+        source="math-ai/aime25",
+        split="test",
+        question_of=_question(("problem", "answer"), ("question", "answer")),
+        published=_REASONING,
     ),
-    "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "test", _choice),
-    "ifeval": Benchmark("google/IFEval", "train", _instructed),
+    "mmlu_pro": Benchmark(
+        source="TIGER-Lab/MMLU-Pro",
+        split="test",
+        question_of=_choice,
+        published=Published(max_tokens=2048),
+    ),
+    GPQA: Benchmark(
+        source="Idavidrein/gpqa",
+        subset="gpqa_diamond",
+        split="train",
+        question_of=_graduate,
+        published=replace(_REASONING, samples=4),
+    ),
+    "ifeval": Benchmark(
+        source="google/IFEval",
+        split="train",
+        question_of=_instructed,
+        published=Published(max_tokens=1280),
+    ),
     LIVECODEBENCH: Benchmark(
-        "livecodebench/code_generation_lite", "test", _programming, "release_v6"
+        source="livecodebench/code_generation_lite",
+        subset="release_v6",
+        split="test",
+        question_of=_programming,
+        published=Published(max_tokens=2000, temperature=0.2, top_p=0.95, samples=10),
     ),
 }
 
@@ -308,6 +385,23 @@ def within_dates(records: Iterator[tuple[str, Any]], config: object) -> Iterator
     return ((location, record) for location, record in records if inside(record))
 
 
+def in_shuffled_order(
+    records: Iterator[tuple[str, Any]], config: object
+) -> Iterator[tuple[str, Any]]:
+    """The records; those of GPQA with the order of their options. The n-th row has the order that
+    simple-evals gives it in the first of its passes, with the same seed.
+    """
+    if not isinstance(config, SuiteConfig) or config.benchmark != GPQA:
+        return records
+    draws = random.Random(0)
+
+    def ordered(record: Any) -> Any:
+        order = draws.sample(range(len(_GRADUATE_OPTIONS)), len(_GRADUATE_OPTIONS))
+        return record | {_ORDER: order} if isinstance(record, dict) else record
+
+    return ((location, ordered(record)) for location, record in records)
+
+
 def dates_of(config: object) -> str:
     """The dates that `within_dates` keeps, in words; empty if it keeps all."""
     if not isinstance(config, SuiteConfig):
@@ -331,23 +425,44 @@ def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConf
     return sets
 
 
-_SAMPLED_BY = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+_SAMPLED_BY = ("samples", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+
+
+def held_out_samples(config: RunConfig, suite: SuiteConfig | None) -> int:
+    """The samples per prompt of a held-out set."""
+    return _sampled_by(config, suite)["samples"]
 
 
 def held_out_sampling(config: RunConfig, suite: SuiteConfig | None) -> Sampling:
-    """How a held-out set is sampled: as its suite says, otherwise as `eval`, otherwise as the run.
+    """How a held-out set is sampled: as its suite says, otherwise as `eval`, otherwise as its
+    benchmark is published, otherwise as the run.
 
     The temperature is never the run's. A suite with a task has the limits of its source.
     """
-    rollout = task_of(config, (suite.task if suite else None) or "").rollout
-    values = {name: getattr(rollout, name) for name in _SAMPLED_BY}
-    for name in _SAMPLED_BY:
-        value = getattr(config.eval, name)
-        if value is not None:
-            values[name] = value
-        if suite is not None and getattr(suite, name) is not None:
-            values[name] = getattr(suite, name)
+    values = _sampled_by(config, suite)
+    del values["samples"]
     return Sampling(**{**values, "stop": tuple(values["stop"])})
+
+
+def _sampled_by(config: RunConfig, suite: SuiteConfig | None) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    for section in (config.eval, suite):
+        for name in _SAMPLED_BY:
+            value = getattr(section, name, None)
+            if value is not None:
+                written[name] = value
+    rollout = task_of(config, (suite.task if suite else None) or "").rollout
+    values = {name: getattr(rollout, name, None) for name in _SAMPLED_BY}
+    values |= {"samples": 1, "temperature": 0.0}
+    if suite is not None and suite.benchmark:
+        published = BENCHMARKS[suite.benchmark].published
+        values["max_tokens"] = max(published.max_tokens, rollout.max_tokens)
+        values |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        if written.get("temperature") != 0:
+            values["samples"] = published.samples
+            values["temperature"] = published.temperature
+            values["top_p"] = published.top_p
+    return values | written
 
 
 def held_out_samplings(config: RunConfig) -> list[Sampling]:

@@ -190,12 +190,13 @@ def sampling_text(scores: Mapping[str, Any]) -> str:
     sampling = scores.get("sampling")
     if not sampling:
         return ""
-    if sampling["temperature"] == 0:
-        return f"greedy, stop {sampling['stop']}" if sampling["stop"] else "greedy"
     unused = {"temperature": None, "top_p": 1, "top_k": -1, "min_p": 0, "stop": []}
-    return ", ".join(
-        f"{name} {sampling[name]}" for name, value in unused.items() if sampling[name] != value
-    )
+    if sampling["temperature"] == 0:
+        unused = {"stop": []}
+    shown = [f"{name} {sampling[name]}" for name, off in unused.items() if sampling[name] != off]
+    if sampling["temperature"] == 0:
+        shown.insert(0, "greedy")
+    return ", ".join([*shown, f"max_tokens {sampling['max_tokens']}"])
 
 
 def as_metrics(evaluation: Evaluation) -> dict[str, float]:

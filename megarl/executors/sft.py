@@ -18,7 +18,7 @@ from megarl.executors.policy import load_checkpoint, make_policy
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.status import StatusBoard
-from megarl.plan.checkpoints import checkpoint_path, prune_checkpoints
+from megarl.plan.checkpoints import checkpoint_path, prune_checkpoints, scored_path
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import WARM_START, warm_start_record
 from megarl.trainer import checkpoint
@@ -35,6 +35,9 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
     after the last. If `sft.keep` is best, weights with a lower loss than all before are exported
     beside `sft.output` at once, and moved there at the end. Every `sft.save_every` steps a
     checkpoint is saved, from which an interrupted warm start resumes.
+
+    With `sft.score_every`, the ranks end at its next multiple: they save a checkpoint, and export
+    to `scored_path`. The launcher evaluates that, and starts them again.
     """
     config = plan.config
     run_dir = Path(plan.config.run_dir) / "sft"
@@ -80,7 +83,8 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
                 "samples_per_s": samples_per_s,
             }
             metrics.write(step, row)
-        if _is_due(steps_done, config.sft.save_every) and not is_last:
+        ends_here = _is_due(steps_done, config.sft.score_every) and not is_last
+        if ends_here or (_is_due(steps_done, config.sft.save_every) and not is_last):
             status.set(f"saving after step {step}")
             if metrics is not None:
                 metrics.sync()
@@ -89,6 +93,13 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
             checkpoint.save(trainer, checkpoint_path(run_dir, steps_done), state, files)
             if rank == 0:
                 prune_checkpoints(run_dir, keep=1)
+        if ends_here:
+            status.set(f"exporting after step {step}")
+            trainer.export_hf(scored_path(config), config.model.path, record)
+            if metrics is not None:
+                metrics.close()
+            shutdown_distributed()
+            return
     status.set("exporting")
     if lowest < math.inf:
         if rank == 0:

@@ -25,7 +25,7 @@ from megarl.config.limits import did_you_mean, similar_names
 from megarl.config.load import load_config
 from megarl.config.schema import DROP, RunConfig
 from megarl.data import contents
-from megarl.data.rows import held_out
+from megarl.data.rows import held_out, held_out_samples
 from megarl.rewards.score import parts_in_evaluation
 
 # file in a checkpoint with the step after which it was saved, among other values
@@ -41,6 +41,11 @@ def checkpoint_path(run_dir: Path | str, step: int) -> Path:
 def export_path(run_dir: Path | str, step: int) -> Path:
     """The folder of the weights after `step` steps as an HF checkpoint (checkpoint.hf_every)."""
     return Path(run_dir) / "hf" / checkpoint_path(run_dir, step).name
+
+
+def scored_path(config: RunConfig) -> str:
+    """The folder of a warm start's newest weights that are to be evaluated (sft.score_every)."""
+    return f"{config.run_dir}/sft/scored"
 
 
 def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
@@ -355,7 +360,7 @@ def scores_to_choose_by(config: RunConfig) -> list[str]:
     for name, _, _, suite in held_out(config):
         # if so, no answer counts as right or wrong
         graded = any(part.role is not None for part in parts_in_evaluation(config, name))
-        samples = (suite.samples if suite else None) or config.eval.samples
+        samples = held_out_samples(config, suite)
         scores = ["reward/mean"]
         if not graded and samples > 1:
             scores = [f"pass@{samples}", f"avg@{samples}", *scores]

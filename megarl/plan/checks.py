@@ -34,7 +34,7 @@ from megarl.config.schema import (
 )
 from megarl.config.tasks import by_source, task_of, tasks_of
 from megarl.data.order import mixed, mixture_problems
-from megarl.data.rows import LIVECODEBENCH, held_out, held_out_sampling
+from megarl.data.rows import LIVECODEBENCH, held_out, held_out_samples, held_out_sampling
 from megarl.lora.plan import check_lora, check_lora_groups
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
@@ -816,7 +816,7 @@ def check_eval(config: RunConfig) -> Iterable[str]:
             f"rollout.name={config.rollout.name}, whose rows have no reference answers"
         )
     yield from _idle_filters(config)
-    if config.eval.samples > 1 and config.eval.temperature == 0:
+    if _repeats_all(config):
         yield (
             f"eval.samples={config.eval.samples}: with eval.temperature=0 all samples of a "
             "prompt are the same; set eval.temperature"
@@ -849,13 +849,25 @@ def check_eval(config: RunConfig) -> Iterable[str]:
             )
 
 
+def _repeats_all(config: RunConfig) -> bool:
+    """Whether data.eval, or without it a set that is sampled as `eval` says, is sampled greedily
+    more than once.
+    """
+    alone = config.data.eval is None and bool(config.eval.suites)
+    return not alone and _is_repeated(config, None)
+
+
 def _repeats(suite: SuiteConfig, config: RunConfig) -> bool:
     """Whether a set is sampled greedily more than once. eval.samples with eval.temperature has its
     own message.
     """
-    samples = suite.samples or config.eval.samples
+    inherits = suite.samples is None and suite.temperature is None
+    return _is_repeated(config, suite) and not (inherits and _repeats_all(config))
+
+
+def _is_repeated(config: RunConfig, suite: SuiteConfig | None) -> bool:
     greedy = held_out_sampling(config, suite).temperature == 0
-    return samples > 1 and greedy and not (suite.samples is None and suite.temperature is None)
+    return greedy and held_out_samples(config, suite) > 1
 
 
 def _idle_filters(config: RunConfig) -> Iterable[str]:
@@ -896,6 +908,10 @@ def check_eval_engines(config: RunConfig) -> Iterable[str]:
 def check_sft_command(config: RunConfig) -> Iterable[str]:
     if config.sft.every and config.sft.eval is None:
         yield f"sft.every={config.sft.every}: needs held-out demonstrations: set sft.eval.source"
+    if config.sft.score_every and not held_out(config):
+        yield (
+            f"sft.score_every={config.sft.score_every}: needs a held-out set: set data.eval.source"
+        )
     if config.sft.steps < 1:
         yield f"sft.steps={config.sft.steps}: must be at least 1 for megarl sft"
     if config.sft.batch_size < config.trainer.dp:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from run_tools import rows, run, started, succeed, wait_until
 
+from megarl.evaluation.scores import read_results
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 
 pytestmark = pytest.mark.timeout(900)
@@ -78,3 +79,34 @@ def test_killed_warm_start_goes_on_and_training_follows(tmp_path: Path) -> None:
     ).read_bytes()
     assert complete_checkpoints(broken / "sft") == complete_checkpoints(uninterrupted / "sft") == []
     assert f"{broken} is complete: 2 of 2 steps" in run(arguments("run", broken)).stdout
+
+
+@pytest.mark.long
+def test_engines_evaluate_a_warm_start_between_its_parts(tmp_path: Path) -> None:
+    """The scores are in the rows of their steps, and the weights are those of a warm start in one
+    part.
+    """
+    folder = tmp_path / "first"
+    assert run(["init", str(folder)]).returncode == 0
+
+    def arguments(run_dir: Path, *overrides: str) -> list[str]:
+        settings = ["sft.steps=5", "sft.batch_size=32", "eval.limit=8", "observe.trackers=[]"]
+        return ["sft", f"{folder}/run.yaml", f"run_dir={run_dir}", *settings, *overrides]
+
+    refused = run(arguments(tmp_path / "none", "data.eval=null", "sft.score_every=2"))
+    assert refused.returncode == 2
+    assert "sft.score_every=2: needs a held-out set: set data.eval.source" in refused.stderr
+
+    succeed(arguments(tmp_path / "whole"))
+    printed = succeed(arguments(tmp_path / "parts", "sft.score_every=2")).stdout
+    parts = tmp_path / "parts/sft"
+    evaluated = {row["step"]: row for row in rows(parts) if "eval/version" in row}
+    assert {step: row["eval/version"] for step, row in evaluated.items()} == {1: 2, 3: 4, 4: 5}
+    assert all(row["eval/prompts"] == 8 for row in evaluated.values())
+    assert [result["version"] for result in read_results(parts)] == [2, 4, 5]
+    assert printed.count("held-out scores of") == 3
+    assert [row["loss"] for row in rows(parts)] == [
+        row["loss"] for row in rows(tmp_path / "whole/sft")
+    ]
+    weights = [tmp_path / name / "sft/hf/model.safetensors" for name in ("whole", "parts")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

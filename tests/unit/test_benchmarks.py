@@ -87,6 +87,17 @@ ROWS: dict[str, list[dict]] = {
             "category": "law",
         },
     ],
+    "gpqa": [
+        {
+            "Record ID": f"rec{number}",
+            "Question": f"Which one?\n{number}\n",
+            "Correct Answer": "right",
+            "Incorrect Answer 1": "wrong 1",
+            "Incorrect Answer 2": "wrong 2",
+            "Incorrect Answer 3": "wrong 3",
+        }
+        for number in range(3)
+    ],
 }
 
 
@@ -113,6 +124,7 @@ def test_benchmark_rows_become_prompts_and_answers(name: str, tmp_path: Path) ->
         "aime2024": ["025", "33"],
         "aime2025": ["70", "588"],
         "mmlu_pro": ["I", "C"],
+        "gpqa": ["C", "D", "C"],
     }
     assert [row.answer for row in rows] == answers[name]
     grade = VERIFIERS[GRADERS[name]]
@@ -123,8 +135,12 @@ def test_benchmark_rows_become_prompts_and_answers(name: str, tmp_path: Path) ->
         form = "So the answer is ({})."
         form_in_prompt = "the answer is (X)"
         wrong_answer = "A"
+    if name == "gpqa":
+        form = "They react.\n\nAnswer: {}"
+        form_in_prompt = "'Answer: $LETTER' (without quotes)"
     for row, record in zip(rows, ROWS[name]):
-        assert (record.get("problem") or record.get("Problem") or record["question"]) in row.prompt
+        columns = ("problem", "Problem", "question", "Question")
+        assert next(record[column] for column in columns if column in record) in row.prompt
         response = form.format(row.answer)
         assert grade(response, row.answer) == 1.0
         assert grade(response, wrong_answer) == 0.0
@@ -132,6 +148,19 @@ def test_benchmark_rows_become_prompts_and_answers(name: str, tmp_path: Path) ->
     (part,) = parts_in_evaluation(config_of(name), "own")
     assert (part.name, part.failed_score) == (GRADERS[name], 0.0)
     assert parts_in_evaluation(config_of(name))[0].name == "math"
+
+
+def test_gpqa_options_are_shuffled_as_in_simple_evals(tmp_path: Path) -> None:
+    """The orders that random.Random(0).sample(range(4), 4) gives, one after the other."""
+    options = ["right", "wrong 1", "wrong 2", "wrong 3"]
+    draws = random.Random(0)
+    for number, row in enumerate(rows_of("gpqa", ROWS["gpqa"], tmp_path)):
+        listed = [options[place] for place in draws.sample(range(4), 4)]
+        assert row.prompt.endswith(
+            "Think step by step before answering.\n\nWhich one?\n"
+            f"{number}\n\n\nA) {listed[0]}\nB) {listed[1]}\nC) {listed[2]}\nD) {listed[3]}"
+        )
+        assert row.answer == "ABCD"[listed.index("right")]
 
 
 def test_options_are_lettered_under_the_question(tmp_path: Path) -> None:
@@ -162,6 +191,11 @@ def test_options_are_lettered_under_the_question(tmp_path: Path) -> None:
             "mmlu_pro",
             {"question": "?", "options": ["1", "2"], "answer": "A", "answer_index": 1},
             "they must agree",
+        ),
+        (
+            "gpqa",
+            {"Question": " ", "Correct Answer": "1"},
+            "field 'Question' must be a text that is not empty",
         ),
     ],
 )

@@ -358,6 +358,22 @@ def test_shipped_configs_pass_the_data_checks(name: str, spec: ModelSpec):
         check_data(config, spec, command)
 
 
+@pytest.mark.parametrize("key", ["data.eval", "eval.suites.own"])
+def test_message_about_lack_of_room_names_the_length(key: str, tmp_path: Path, spec: ModelSpec):
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    config = chain_config()
+    config.eval.max_tokens = 512
+    if key == "data.eval":
+        config.data.eval = DatasetConfig(source=str(tmp_path / "a.jsonl"))
+        length_key = "eval.max_tokens"
+    else:
+        suite = SuiteConfig(source=str(tmp_path / "a.jsonl"), max_tokens=512)
+        config.eval.suites = {"own": suite}
+        length_key = "eval.suites.own.max_tokens"
+    with pytest.raises(ConfigError, match=f"room for -6 .*; set a smaller {length_key}"):
+        check_data(config, spec, "eval")
+
+
 def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpec):
     (tmp_path / "a.jsonl").write_text(
         '{"question": "1+1=", "answer": "2"}\n'
@@ -390,6 +406,11 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
     small_cache = "room for 378 .400 tokens of generator.kv_cache_tokens less 16 for the response"
     with pytest.raises(ConfigError, match=small_cache):
         check_data(config, spec, "train")
+    config.generator.kv_cache_tokens = 20
+    no_room = r"room for -2 .20 tokens of .*; set a smaller rollout.max_tokens"
+    with pytest.raises(ConfigError, match=no_room):
+        check_data(config, spec, "train")
+    config.generator.kv_cache_tokens = 400
     config.data.eval = DatasetConfig(source=str(tmp_path / "c.jsonl"))
     with pytest.raises(
         ConfigError,

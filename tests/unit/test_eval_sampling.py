@@ -10,8 +10,13 @@ import yaml
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import RunConfig
-from megarl.data.rows import held_out_samplings, stops_on_text
+from megarl.config.schema import GRADERS, RunConfig
+from megarl.data.rows import (
+    held_out_samples,
+    held_out_sampling,
+    held_out_samplings,
+    stops_on_text,
+)
 from megarl.evaluation.scores import as_metrics, sampling_text
 from megarl.generator.completions import Sampling
 from megarl.launch.start import most_kept
@@ -67,6 +72,57 @@ def test_suite_is_sampled_by_its_nearest_section(
     config = config_of(tmp_path, SUITE, *overrides)
     assert held_out_samplings(config)[-1] == expected
     assert list(check_eval(config)) == []
+
+
+PUBLISHED = {  # samples, and how they are drawn; docs/evaluation.md has the sources
+    "math500": (4, Sampling(32768, 0.6, 0.95)),
+    "gsm8k": (1, Sampling(2048, 0.0)),
+    "aime2024": (64, Sampling(32768, 0.6, 0.95)),
+    "aime2025": (64, Sampling(32768, 0.6, 0.95)),
+    "mmlu_pro": (1, Sampling(2048, 0.0)),
+    "gpqa": (4, Sampling(32768, 0.6, 0.95)),
+    "ifeval": (1, Sampling(1280, 0.0)),
+    "livecodebench": (10, Sampling(2000, 0.2, 0.95)),
+}
+
+
+def benchmark_sampling(tmp_path: Path, name: str, *overrides: str) -> tuple[int, Sampling]:
+    config = config_of(tmp_path, f"eval.suites.own.benchmark={name}", *overrides)
+    suite = config.eval.suites["own"]
+    assert list(check_eval(config)) == []
+    return held_out_samples(config, suite), held_out_sampling(config, suite)
+
+
+@pytest.mark.parametrize("name", GRADERS)
+def test_benchmark_is_sampled_as_published(tmp_path: Path, name: str):
+    of_run = ("rollout.top_p=0.9", "rollout.top_k=50", "rollout.min_p=0.1")
+    assert benchmark_sampling(tmp_path, name, *of_run) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "samples", "sampling"),
+    [
+        (("data.eval=null", "eval.samples=2"), 2, Sampling(32768, 0.6, 0.95)),
+        (("eval.temperature=1", "eval.suites.own.samples=8"), 8, Sampling(32768, 1.0, 0.95)),
+        (("eval.temperature=0",), 1, Sampling(32768, 0.0)),
+        (("eval.suites.own.temperature=0",), 1, Sampling(32768, 0.0)),
+        (("eval.top_p=1", "eval.suites.own.top_k=20"), 64, Sampling(32768, 0.6, top_k=20)),
+        (("rollout.max_tokens=65536",), 64, Sampling(65536, 0.6, 0.95)),
+        (("eval.max_tokens=100",), 64, Sampling(100, 0.6, 0.95)),
+    ],
+)
+def test_settings_win_over_what_is_published(
+    tmp_path: Path, overrides: tuple[str, ...], samples: int, sampling: Sampling
+):
+    assert benchmark_sampling(tmp_path, "aime2025", *overrides) == (samples, sampling)
+
+
+def test_several_samples_of_a_greedy_benchmark_are_refused(tmp_path: Path):
+    config = config_of(tmp_path, "eval.suites.own.benchmark=gsm8k", "eval.suites.own.samples=4")
+    assert list(check_eval(config)) == [
+        "eval.suites.own.samples=4: at temperature 0 they are all the same; set "
+        "eval.suites.own.temperature"
+    ]
 
 
 def test_engines_are_made_for_the_sampling_of_evaluations(tmp_path: Path):
@@ -138,8 +194,8 @@ def test_scores_say_how_they_were_sampled():
         "max_tokens": 9,
         "stop": [],
     }
-    assert sampling_text({"sampling": sampling}) == "temperature 0.6, top_p 0.95"
-    assert sampling_text({"sampling": {**sampling, "temperature": 0}}) == "greedy"
+    assert sampling_text({"sampling": sampling}) == "temperature 0.6, top_p 0.95, max_tokens 9"
+    assert sampling_text({"sampling": {**sampling, "temperature": 0}}) == "greedy, max_tokens 9"
     assert sampling_text({}) == ""
     assert as_metrics({"version": 1, "pass@1": 0.5, "sampling": sampling}) == {
         "eval/version": 1,
