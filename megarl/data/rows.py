@@ -446,11 +446,12 @@ def held_out_sampling(config: RunConfig, suite: SuiteConfig | None) -> Sampling:
 
 def _sampled_by(config: RunConfig, suite: SuiteConfig | None) -> dict[str, Any]:
     written: dict[str, Any] = {}
-    for section in (config.eval, suite):
-        for name in _SAMPLED_BY:
-            value = getattr(section, name, None)
-            if value is not None:
-                written[name] = value
+    for name in _SAMPLED_BY:
+        value = getattr(config.eval, name)
+        if value is not None:
+            written[name] = value
+        if suite is not None and getattr(suite, name) is not None:
+            written[name] = getattr(suite, name)
     rollout = task_of(config, (suite.task if suite else None) or "").rollout
     values = {name: getattr(rollout, name, None) for name in _SAMPLED_BY}
     values |= {"samples": 1, "temperature": 0.0}

@@ -17,8 +17,6 @@ from megarl.estimate.hardware import GPUS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/examples").glob("*.yaml")])
-# the folder of the example's weights is made by its first command
-SETTINGS = {"smollm2": ["model.path=configs/models/smollm2-135m"]}
 KEYS = [
     "fits",
     "trainer_gib_per_gpu",
@@ -50,7 +48,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_fits(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = plan(capsys, str(path), *SETTINGS.get(path.stem, []))
+    facts = plan(capsys, str(path))
     assert facts["fits"] is True
     assert facts["too_large_gib"] == {}
     assert facts["remedies"] == []
