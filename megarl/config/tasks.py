@@ -32,11 +32,11 @@ def task_of(config: RunConfig, source: str) -> RunConfig:
 
     For any other name, such as the empty one, it is `config` itself.
     """
-    own = _own(config.data.train.sources.get(source))
-    if not any(own.values()):
+    overrides = _overrides(config.data.train.sources.get(source))
+    if not any(overrides.values()):
         return config
-    reward = own["reward"]
-    rollout = own["rollout"]
+    reward = overrides["reward"]
+    rollout = overrides["rollout"]
     if "parts" not in reward and ("name" in reward or rollout.get("name") in OF_HUBS):
         # an environment of a hub has a reward of its own, instead of the run's
         reward = {"name": RewardConfig.name, "parts": {}, **reward}
@@ -46,25 +46,25 @@ def task_of(config: RunConfig, source: str) -> RunConfig:
         config,
         reward=replace(config.reward, **reward),
         rollout=replace(config.rollout, **rollout),
-        algorithm=replace(config.algorithm, **own["algorithm"]),
+        algorithm=replace(config.algorithm, **overrides["algorithm"]),
     )
 
 
-def _own(source: MixedConfig | None) -> dict[str, dict[str, Any]]:
+def _overrides(source: MixedConfig | None) -> dict[str, dict[str, Any]]:
     """Section -> the settings that the source itself has there."""
-    own: dict[str, dict[str, Any]] = {"reward": {}, "rollout": {}, "algorithm": {}}
+    overrides: dict[str, dict[str, Any]] = {"reward": {}, "rollout": {}, "algorithm": {}}
     if source is None:
-        return own
-    for section, settings in own.items():
+        return overrides
+    for section, settings in overrides.items():
         source_section: SourceRewardConfig | SourceRolloutConfig | SourceAlgorithmConfig
         source_section = getattr(source, section)
         for field in fields(source_section):
             value = getattr(source_section, field.name)
             if value not in (None, {}):
                 settings[field.name] = value
-    if "name" in own["rollout"]:
-        own["rollout"].setdefault("args", {})  # the run's are another rollout's
-    return own
+    if "name" in overrides["rollout"]:
+        overrides["rollout"].setdefault("args", {})  # the run's are another rollout's
+    return overrides
 
 
 def tasks_of(config: RunConfig) -> dict[str, RunConfig]:
@@ -106,7 +106,7 @@ def source_of(config: RunConfig, dataset: str) -> str:
 def with_source_keys(text: str, config: RunConfig, source: str) -> str:
     """`text`, with keys of the run's sections replaced by those of the source that sets them."""
     keys = []
-    for section, settings in _own(config.data.train.sources.get(source)).items():
+    for section, settings in _overrides(config.data.train.sources.get(source)).items():
         keys += [re.escape(f"{section}.{name}") for name in settings]
     if not keys:
         return text

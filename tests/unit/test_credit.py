@@ -22,7 +22,14 @@ from megarl.base.rollout_types import (
     SampleNumbers,
     TurnReward,
 )
-from megarl.config.schema import RewardConfig, RolloutConfig, RunConfig
+from megarl.config.schema import (
+    MixedConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceAlgorithmConfig,
+    SourceRewardConfig,
+)
 from megarl.rewards.credit import has_signal, ignores_turns, turn_metrics
 from megarl.rewards.score import RewardPart, Score, weighted_sum
 from megarl.rollouts.environments.base import sample_problems
@@ -108,6 +115,22 @@ def test_process_supervision_is_that_of_deepseekmath() -> None:
     expected = [[a + b, b], [c], [d + e + f, e + f, f], [g + h, h], [i + j, j]]
     for row, expected_row in zip(advantages, expected, strict=True):
         np.testing.assert_allclose(row, expected_row, rtol=0, atol=1e-12)
+
+
+def test_turns_follow_rule_and_penalties_of_their_source() -> None:
+    run = config("returns")
+    run.data.train.sources["alone"] = MixedConfig(
+        source="alone.jsonl",
+        reward=SourceRewardConfig(unfinished_penalty=10.0),
+        algorithm=SourceAlgorithmConfig(advantage="leave_one_out"),
+    )
+    cut = [sample([1.0, 2.0], finish_reason="length"), sample([1.0, 0.0])]
+    batch = batch_of(SECOND, cut)
+    other = replace(batch.groups[1], source="alone")
+    advantages = advantages_of(replace(batch, groups=[batch.groups[0], other]), run)
+    assert advantages[:2] == advantages_of(batch_of(SECOND), run)
+    # returns 1 + 2 - 10 and 2 - 10, minus those of the other response
+    assert advantages[2:] == [[-7.0 - 1.0, -8.0 - 0.0], [1.0 + 7.0, 0.0 + 8.0]]
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
