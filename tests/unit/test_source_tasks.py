@@ -137,7 +137,7 @@ MIXED = (
          f"{CODE}.reward.name=roles.grader: there is no such role; there is none"),
         ([f"{CODE}.reward.parts.penalty.name=math"],
          f"{CODE}.reward.parts.penalty: its name must be letters, digits, - and _, and none of "
-         "penalty"),
+         "penalty, turns"),
         ([f"{CODE}.reward.unfinished_penalty=1", "reward.unfinished_score=0"],
          f"reward.unfinished_score=0: must be null with {CODE}.reward.unfinished_penalty=1"),
         ([f"{CODE}.rollout.max_tokens=10", f"{CODE}.reward.overlong_tokens=20"],
