@@ -661,6 +661,11 @@ def check_idle(config: RunConfig) -> Iterable[str]:
 
 def _idle_updates_problems(config: RunConfig) -> Iterable[str]:
     most = config.async_.max_updates
+    if run_ahead(config.async_) == 1:
+        yield (
+            "async.idle=updates: needs async.capacity and async.max_staleness of at least 2: one step "
+            "behind, the generator waits for the weights that further passes hold up"
+        )
     if most is not None and most <= config.trainer.epochs:
         yield (
             f"async.max_updates={most}: must be more than trainer.epochs={config.trainer.epochs}, "

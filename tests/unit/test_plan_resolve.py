@@ -196,11 +196,16 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
         ("async.max_updates=3", "async.max_updates=3: must be left out with async.idle=off"),
         (
-            "async.idle=updates async.max_samples=8",
+            "async.idle=updates",
+            "async.idle=updates: needs async.capacity and async.max_staleness of at least 2: one step "
+            "behind, the generator waits for the weights that further passes hold up",
+        ),
+        (
+            "async.idle=updates async.capacity=2 async.max_samples=8",
             "async.max_samples=8: must be left out with async.idle=updates",
         ),
         (
-            "async.idle=updates async.max_updates=2 trainer.epochs=2 max_steps=9",
+            "async.idle=updates async.max_updates=2 trainer.epochs=2 max_steps=9 async.capacity=2",
             "async.max_updates=2: must be more than trainer.epochs=2, the passes that are made anyway",
         ),
         (
@@ -209,7 +214,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "async.max_staleness is 0",
         ),
         (
-            "async.idle=updates algorithm.name=ppo roles.critic.path=x",
+            "async.idle=updates async.capacity=2 algorithm.name=ppo roles.critic.path=x",
             "async.idle=updates: must be off with algorithm.name=ppo, which has a critic",
         ),
         (
