@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -641,12 +642,15 @@ def sft(plan: RunPlan) -> None:
             _compare_warm_start(plan)
         return
     if config.sft.score_every:
-        resolve(config, "eval")  # what is wrong is told before the training
+        resolve(config, "dry-run")  # what is wrong is told before the training
         check_data(config, plan.spec, "eval", at_hand=True)
     while not _is_warm(config):
         resume = latest_checkpoint(run_dir)
-        if _is_unscored(config, resume.step):
-            _score(plan, scored_path(config), resume.step)
+        scored = scored_path(config, resume.step)
+        if config.sft.score_every and Path(scored).is_dir():
+            _score(plan, scored, resume.step)
+            if node.is_head:
+                shutil.rmtree(scored)
         _warm_up(plan, node, resume)
     if config.sft.score_every:
         _score(plan, config.sft.output, config.sft.steps)
@@ -695,13 +699,6 @@ def _warm_up(plan: RunPlan, node: Node, resume: Resume) -> None:
 
     job = Job("sft", run_dir / "logs", trainer_role="sft")
     _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps, resume)
-
-
-def _is_unscored(config: RunConfig, step: int) -> bool:
-    """Whether the warm start ended its last part after `step` steps, and was not evaluated yet."""
-    every = config.sft.score_every
-    scored = {result["version"] for result in read_results(Path(config.run_dir) / "sft")}
-    return every > 0 and step > 0 and step % every == 0 and step not in scored
 
 
 def _score(plan: RunPlan, folder: str, step: int) -> None:

@@ -664,7 +664,7 @@ class SftConfig:
     score_every: int = setting(
         0,
         "steps between evaluations of data.eval and eval.suites by the engines, as in megarl "
-        "eval, which interrupt the warm start; the last step's weights are evaluated too; 0: none",
+        "eval, which interrupt the warm start; at the end `output` is evaluated too; 0: none",
         at_least(0),
     )
     keep: str = setting(

@@ -84,6 +84,9 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
             }
             metrics.write(step, row)
         ends_here = _is_due(steps_done, config.sft.score_every) and not is_last
+        if ends_here:  # before the checkpoint, which promises these weights
+            status.set(f"exporting after step {step}")
+            trainer.export_hf(scored_path(config, steps_done), config.model.path, record)
         if ends_here or (_is_due(steps_done, config.sft.save_every) and not is_last):
             status.set(f"saving after step {step}")
             if metrics is not None:
@@ -94,8 +97,6 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
             if rank == 0:
                 prune_checkpoints(run_dir, keep=1)
         if ends_here:
-            status.set(f"exporting after step {step}")
-            trainer.export_hf(scored_path(config), config.model.path, record)
             if metrics is not None:
                 metrics.close()
             shutdown_distributed()

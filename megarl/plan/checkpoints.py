@@ -43,9 +43,9 @@ def export_path(run_dir: Path | str, step: int) -> Path:
     return Path(run_dir) / "hf" / checkpoint_path(run_dir, step).name
 
 
-def scored_path(config: RunConfig) -> str:
-    """The folder of a warm start's newest weights that are to be evaluated (sft.score_every)."""
-    return f"{config.run_dir}/sft/scored"
+def scored_path(config: RunConfig, step: int) -> str:
+    """The folder of a warm start's weights that are to be evaluated (sft.score_every)."""
+    return f"{config.run_dir}/sft/scored/{checkpoint_path('', step).name}"
 
 
 def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
