@@ -151,9 +151,6 @@ class Sample(Typed, frozen=True):
     routing: bytes = b""
     # parts of the reward; a step reports their means as reward/<name>/mean
     reward_parts: dict[str, float] = {}
-    # what each turn has earned, in order. The last one includes the reward that the whole response
-    # gets at its end. Empty: `reward` is earned at the end.
-    turn_rewards: list[TurnReward] = []
     # of the episode, the reward or its parts; those have substitute scores
     failures: list[Failure] = []
     # the set that each token was drawn from; None: unknown, or the whole vocabulary
@@ -161,6 +158,9 @@ class Sample(Typed, frozen=True):
     teachers: bytes = b""  # packed TeacherScores of teachers on engines; empty without any
     # above 0: a further branch of the same episode as the sample before it, with the same reward
     branch: int = 0
+    # what each turn has earned, in order. The last one includes the reward that the whole response
+    # gets at its end. Empty: `reward` is earned at the end.
+    turn_rewards: list[TurnReward] = []
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i", policy_mask="b")

@@ -26,14 +26,13 @@ from megarl.labels.pairs import (
     Response,
     ScoredFile,
     ScoredPrompt,
-    comparisons_of,
     read_scored,
 )
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.score import Score, parts_in_labels, request_of
-from megarl.roles.judge import Games, win_shares
+from megarl.roles.judge import Games, comparisons_of, win_shares
 from megarl.roles.opening import open_scorers, open_served
 from megarl.rollouts.rollout import (
     Rollout,

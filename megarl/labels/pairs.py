@@ -15,7 +15,6 @@ from megarl.base.files import write_whole
 from megarl.base.rollout_types import Ordinal
 from megarl.config.errors import ConfigError
 from megarl.config.schema import BEST_WORST, LabelConfig
-from megarl.roles.judge import Games, NoVerdict
 
 PAIRS_FILE = "pairs.jsonl"  # in label.output
 HELD_OUT_FILE = "held_out.jsonl"  # with label.held_out
@@ -45,18 +44,6 @@ class ScoredPrompt(msgspec.Struct, frozen=True):
     @property
     def failed(self) -> int:
         return sum(response.score is None for response in self.responses)
-
-
-def comparisons_of(games: Games) -> list[tuple[int, int, float]]:
-    """The mean of both orders of each pair of responses, without those that lack a verdict."""
-    comparisons = []
-    for (first, second), result in games.items():
-        if first > second:
-            continue
-        reverse = games[second, first]
-        if not isinstance(result, NoVerdict) and not isinstance(reverse, NoVerdict):
-            comparisons.append((first, second, (result + 1 - reverse) / 2))
-    return comparisons
 
 
 def preferences(scored: ScoredPrompt, settings: LabelConfig) -> Iterator[tuple[int, int, float]]:

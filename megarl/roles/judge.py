@@ -199,6 +199,18 @@ class Judge:
         return score
 
 
+def comparisons_of(games: Games) -> list[tuple[int, int, float]]:
+    """The mean of both orders of each pair of responses, without those that lack a verdict."""
+    comparisons = []
+    for (first, second), result in games.items():
+        if first > second:
+            continue
+        reverse = games[second, first]
+        if not isinstance(result, NoVerdict) and not isinstance(reverse, NoVerdict):
+            comparisons.append((first, second, (result + 1 - reverse) / 2))
+    return comparisons
+
+
 def win_shares(
     part: RewardPart,
     answer: str,

@@ -22,6 +22,7 @@ _WITHOUT_EFFECT = (
     "run_dir",
     "sft.output",
     "reward_model.output",
+    "label.output",
     "checkpoint.",
     "observe.",
     "timeouts.",

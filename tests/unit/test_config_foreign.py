@@ -413,7 +413,7 @@ def test_foreign_names_lead_to_existing_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["foo.bar", "frobnicate", "trainer.quux", "num_workers_of_something"]
+    "name", ["foo.qux", "frobnicate", "trainer.quux", "num_workers_of_something"]
 )
 def test_nothing_is_proposed_for_a_strange_name(name: str) -> None:
     assert nearest(name) == []

@@ -31,6 +31,6 @@ def test_every_key_has_a_meaning_and_an_allowed_default(setting: Setting) -> Non
 def test_allowed_algorithms_are_those_that_exist() -> None:
     for key, names in (
         ("algorithm.name", [*ALGORITHMS, "package.module:rule", "./file.py:rule"]),
-        ("algorithm.advantage", ADVANTAGES),
+        ("algorithm.advantage", [*ADVANTAGES, "critic"]),
     ):
         assert settings()[key].limit.text == "one of " + ", ".join(names)

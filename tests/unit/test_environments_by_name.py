@@ -152,7 +152,7 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **_: Any) ->
         (
             f"{__name__}:misspelt",
             "its parameter anwser has no default and is none of text, response, answer, prompt, "
-            "row, prompt_token_ids, token_ids, version, "
+            "row, prompt_token_ids, token_ids, version, turn_ends, "
             "sample_index, truncated, source; did you mean answer?",
         ),
         (

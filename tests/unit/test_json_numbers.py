@@ -151,7 +151,7 @@ def answer(logprobs, meta=None, text="", **fields) -> bytes:
 GREEDY = Sampling(8)
 TRUNCATED = Sampling(8, top_k=4)
 THREE = [[-0.25, 5, None], [-1.5, 6, None], [-0.1, 7, None]]
-COMPLETION = Completion([5, 6, 7], [-0.25, -1.5, -0.1], [3, 3, 3], "stop")
+COMPLETION = Completion([5, 6, 7], [-0.25, -1.5, -0.1], [3, 3, 3], "stop", prefill=(4, 0))
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_many_answers_and_truncated_distributions():
         + b"]"
     )
     first, second = completions_of("e", two, [TRUNCATED, TRUNCATED])
-    assert first == Completion([5, 6, 7], [-0.125, -0.5, 0.0], [3] * 3, "stop")
-    assert second == Completion([], [], [], "stop")
+    assert first == Completion([5, 6, 7], [-0.125, -0.5, 0.0], [3] * 3, "stop", prefill=(4, 0))
+    assert second == Completion([], [], [], "stop", prefill=(4, 0))
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
     [completion] = completions_of("e", answer(THREE, {"weight_versions": spans}), [GREEDY])
     assert completion.versions.tolist() == [3, 3, 4]

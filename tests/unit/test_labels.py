@@ -28,7 +28,6 @@ from megarl.labels.pairs import (
     Response,
     ScoredFile,
     ScoredPrompt,
-    comparisons_of,
     preferences,
     read_scored,
     summary,
@@ -36,7 +35,7 @@ from megarl.labels.pairs import (
 )
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.rewards.score import RewardPart, Score
-from megarl.roles.judge import NoVerdict, win_shares
+from megarl.roles.judge import NoVerdict, comparisons_of, win_shares
 from megarl.rollouts.rollout import Scoring
 
 MODELS = Path(__file__).parents[2] / "configs/models"

@@ -19,7 +19,7 @@ from megarl.algorithms.batches import (
 )
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Batch, Group, Prompt, RemoteSequence, Sample
-from megarl.config.schema import AlgorithmConfig, AsyncConfig, TrainerConfig
+from megarl.config.schema import AlgorithmConfig, AsyncConfig, RunConfig, TrainerConfig
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import pack
 
@@ -55,7 +55,9 @@ def batch() -> Batch:
 
 def trained(batch: Batch) -> dict[int, Any]:
     advantages = torch.tensor([[1.0, -1.0], [2.0, -2.0]])
-    return to_train_sequences(batch, advantages, skip_zero=True, masked=masked_places(batch, False))
+    return to_train_sequences(
+        batch, advantages, skip_zero=True, masked=masked_places(batch, RunConfig())
+    )
 
 
 def test_old_tokens_are_context():
@@ -72,7 +74,7 @@ def test_old_tokens_are_context():
 
 def test_denominators_count_young_tokens_and_their_episodes():
     young = without_old_tokens(batch(), MASKING)
-    masked = masked_places(young, False)
+    masked = masked_places(young, RunConfig())
     for loss_mean, denominator in (("token", 5.0), ("sequence", 3.0)):
         algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean))
         [part] = minibatches(young, trained(young).keys(), algorithm, TrainerConfig(), 0, masked)
@@ -83,7 +85,9 @@ def test_episode_counts_if_only_a_later_branch_is_young():
     group = Group(Prompt(0, [1], "", ""), [sample([1]), sample([4], branch=1), sample([4])])
     young = without_old_tokens(replace(batch_of([group]), step=5), MASKING)
     algorithm = make_algorithm(AlgorithmConfig(loss_mean="sequence"))
-    [part] = minibatches(young, {1, 2}, algorithm, TrainerConfig(), 0, masked_places(young, False))
+    [part] = minibatches(
+        young, {1, 2}, algorithm, TrainerConfig(), 0, masked_places(young, RunConfig())
+    )
     assert part.denominator == 2.0
 
 

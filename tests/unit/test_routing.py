@@ -110,7 +110,7 @@ def test_an_aborted_answer_keeps_no_token_without_experts() -> None:
         "the last token is sampled again"
     )
     for forgotten in (None, 4):  # aborted during a wait for memory, or before it began
-        assert complete(5, 3, "abort", forgotten) == Completion([], [], [], "abort")
+        assert complete(5, 3, "abort", forgotten) == Completion([], [], [], "abort", prefill=(5, 0))
 
 
 def test_tokens_keep_the_experts_they_were_sampled_with() -> None:
