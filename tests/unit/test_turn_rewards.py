@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from batches import batch_of
+from msgspec.structs import replace
 from resolving import MODEL, config, problems_of
 from scripted_policy import (
     ROOT,
@@ -29,7 +30,7 @@ from megarl.agents.player import NoReward
 from megarl.agents.program import score_of_output
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Failure, Group, Prompt, Sample, TrainSequence, TurnReward
-from megarl.config.schema import AlgorithmConfig, RunConfig
+from megarl.config.schema import AlgorithmConfig, MixedConfig, RunConfig, SourceRewardConfig
 from megarl.critic.executor import ActorCriticSteps
 from megarl.executors.batch_steps import FrozenScores
 from megarl.generator.completions import Completion, Sampling
@@ -266,3 +267,17 @@ def test_critic_gets_rewards_at_the_last_tokens_of_turns(
         sequences, {0: zeros}, steps._earned(batch, [3.0]), FrozenScores(None, None, None), {}
     )
     assert advantages[0][mask].tolist() == expected == returns[0][mask].tolist()
+
+
+def test_critic_subtracts_the_penalties_of_the_source() -> None:
+    cut = replace(played(0.5, 0.0).sample(1.0), finish_reason="length")
+    run = RunConfig()
+    run.algorithm = AlgorithmConfig(advantage="critic", credit="returns")
+    penalty = SourceRewardConfig(unfinished_penalty=10.0)
+    run.data.train.sources["strict"] = MixedConfig(source="strict.jsonl", reward=penalty)
+    steps = ActorCriticSteps(
+        cast(Any, None), make_algorithm(run.algorithm), run, critic=cast(Any, None)
+    )
+    batch = batch_of([Group(replace(prompt(), source=source), [cut]) for source in ("", "strict")])
+    earned = steps._earned(batch, steps.rewards(batch).flatten().tolist())
+    assert earned == [[(2, 0.5), (5, 1.0)], [(2, 0.5), (5, 1.0 - 10.0)]]
