@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import tokenizers
 from batches import batch_of
 from msgspec.structs import replace
 from resolving import MODEL, config, problems_of
@@ -24,6 +25,7 @@ from scripted_policy import (
     prompt,
     sample_of,
 )
+from tokenizers import decoders, models, pre_tokenizers
 
 from megarl.agents.episode import Tree
 from megarl.agents.player import NoReward
@@ -32,11 +34,12 @@ from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Failure, Group, Prompt, Sample, TrainSequence, TurnReward
 from megarl.config.schema import AlgorithmConfig, MixedConfig, RunConfig, SourceRewardConfig
 from megarl.critic.executor import ActorCriticSteps
+from megarl.data.tokenizer import Tokenizer
 from megarl.executors.batch_steps import FrozenScores
 from megarl.generator.completions import Completion, Sampling
 from megarl.observe.samples import format_sample
 from megarl.rewards.score import RewardPart, Score, ScoreRequest
-from megarl.roles.reward_model import RewardModel, step_requests
+from megarl.roles.reward_model import RewardModel, step_ends, up_to
 from megarl.rollouts.environments.base import RolloutContext, Transcript
 from megarl.rollouts.rollout import CheckedRollout
 
@@ -187,13 +190,39 @@ def request_of(text: str, turn_ends: list[int] | None = None) -> ScoreRequest:
 
 def test_steps_end_after_separators_and_turns() -> None:
     def responses(request: ScoreRequest, separator: str) -> list[str]:
-        return [step.response for step in step_requests(request, TOKENIZER, separator)]
+        ends = step_ends(request, TOKENIZER, separator)
+        return [up_to(request, end, TOKENIZER).response for end in ends]
 
     assert responses(request_of("1+2;;3;;4"), ";;") == ["1+2;;", "1+2;;3;;", "1+2;;3;;4"]
     assert responses(request_of("12"), ";;") == ["12"]
     assert responses(request_of("1;2;3", turn_ends=[1, 5]), ";") == ["1", "1;2;3"]
-    [first, second] = step_requests(request_of("1;2"), TOKENIZER, ";")
-    assert (len(first.token_ids), len(second.token_ids)) == (2, 3)
+    assert step_ends(request_of("1;2"), TOKENIZER, ";") == [2, 3]
+    assert len(up_to(request_of("1;2"), 2, TOKENIZER).token_ids) == 2
+
+
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_separator_may_be_of_any_characters(by_bytes: bool) -> None:
+    """Math-Shepherd's has a leading space and letters of two bytes."""
+    text = "x ки y ки z"
+    if by_bytes:
+        vocabulary = {letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+        backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        vocabulary = {word: n for n, word in enumerate(["▁x", "▁ки", "▁y", "▁z"])}
+        backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        backend.decoder = decoders.Metaspace()
+    policy = Tokenizer("", backend, bos_token=None, unknown_id=None, eos_ids=())
+    request = ScoreRequest(text, "", token_ids=array("i", policy.encode_text(text)))
+    steps = [up_to(request, end, policy) for end in step_ends(request, policy, " ки")]
+    assert [step.response for step in steps] == ["x ки", "x ки y ки", text]
+
+
+def test_steps_of_a_response_are_limited() -> None:
+    ends = step_ends(request_of("1;" * 3000), TOKENIZER, ";")
+    assert (len(ends), ends[:2], ends[-2:]) == (1024, [2, 4], [2046, 6000])
 
 
 def test_reward_model_scores_every_step() -> None:
@@ -201,6 +230,7 @@ def test_reward_model_scores_every_step() -> None:
     model = RewardModel.__new__(RewardModel)
     model._separator = ";"
     model._policy = TOKENIZER
+    model._step_places = asyncio.Semaphore(2)
     model_scores = {"1;": 0.25, "1;2": 0.75}
 
     async def score(part: RewardPart, request: ScoreRequest) -> Score:
