@@ -261,6 +261,13 @@ def test_reward_models_of_steps_need_credit_by_turn(tmp_path: Path) -> None:
         "roles.prm.scores=steps: needs algorithm.credit=returns or process; outcome would ignore "
         "all steps but the last"
     ]
+    code = "data.train.sources.code"
+    sources = ["data.train.source=sources", f"{code}.source=synthetic:chain"]
+    by_calls = [f"{code}.rollout.name=program", "algorithm.credit=process"]
+    assert (
+        "roles.prm.scores=steps: needs episodes of one sequence; those of "
+        f"{code}.rollout.name=program may have branches (docs/agents.md)"
+    ) in problems_of(tmp_path, *role, "roles.prm.scores=steps", *sources, *by_calls)
     by_turn = config(tmp_path, *role, "roles.prm.scores=steps", "algorithm.credit=process")
     assert by_turn.roles["prm"].step_separator == "\n\n"
 
