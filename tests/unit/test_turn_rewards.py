@@ -131,7 +131,7 @@ def test_program_rewards_turns_in_its_last_line() -> None:
     assert (score.reward, metrics) == (1.0, {"guesses": 2.0})
     [sample] = tree.samples(2, TOKENIZER.decode_all, score, metrics)
     assert sample.turn_rewards == [(2, 0.5), (4, 1.0)]
-    for wrong in ([0.5], [0.5, "1"], 3):
+    for wrong in ([0.5], [0.5, "1"], [0.5, True], [0.5, float("nan")], [0.5, 1e6], 3):
         line = json.dumps({"reward": 1.0, "turn_rewards": wrong})
         with pytest.raises(NoReward, match="turn_rewards"):
             score_of_output(line, two_turns())
