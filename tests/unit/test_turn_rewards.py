@@ -32,6 +32,7 @@ from megarl.agents.player import NoReward
 from megarl.agents.program import score_of_output
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Failure, Group, Prompt, Sample, TrainSequence, TurnReward
+from megarl.config.load import dump_config
 from megarl.config.schema import AlgorithmConfig, MixedConfig, RunConfig, SourceRewardConfig
 from megarl.critic.executor import ActorCriticSteps
 from megarl.data.tokenizer import Tokenizer
@@ -270,6 +271,11 @@ def test_reward_models_of_steps_need_credit_by_turn(tmp_path: Path) -> None:
     ) in problems_of(tmp_path, *role, "roles.prm.scores=steps", *sources, *by_calls)
     by_turn = config(tmp_path, *role, "roles.prm.scores=steps", "algorithm.credit=process")
     assert by_turn.roles["prm"].step_separator == "\n\n"
+    (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text(dump_config(by_turn))
+    changed = [*role, "roles.prm.scores=steps", "algorithm.credit=process", separator]
+    [problem] = problems_of(tmp_path, *changed, command="dry-run")
+    assert problem.startswith("roles.prm.step_separator=##: the run in run_dir=")
 
 
 @pytest.mark.parametrize(("credit", "expected"), [
