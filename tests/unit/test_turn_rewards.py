@@ -76,9 +76,16 @@ def played(*rewards: float) -> Transcript:
 
 def test_transcript_adds_the_final_reward_to_the_last_turn() -> None:
     assert played(0.5, 0.0).sample(1.0).turn_rewards == [(2, 0.5), (5, 1.0)]
-    assert played(0.0, 0.0).sample(1.0).turn_rewards == []
+    assert played(0.0, 0.0).sample(1.0).turn_rewards == [(2, 0.0), (5, 1.0)]
+    assert played(0.0).sample(1.0).turn_rewards == []
     with pytest.raises(ValueError, match="no turn"):
         played().add_reward(1.0)
+    silent = played(0.0)
+    silent.add_policy(completion("34"))
+    assert silent.sample(1.0).turn_rewards == [(2, 0.0), (4, 1.0)], "the environment wrote nothing"
+    silent.add_policy(completion(""))
+    silent.add_reward(0.25)
+    assert silent.sample(1.0).turn_rewards == [(2, 0.0), (4, 1.25)]
     twice = played(0.5)
     twice.add_reward(0.25)
     assert twice.sample(1.0).turn_rewards == [(2, 1.75)]
