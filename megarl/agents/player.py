@@ -181,11 +181,10 @@ def numbers(report: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, fl
     return Score(values.pop("reward")), values
 
 
-def reward_turns(tree: Tree, rewards: Any, final_reward: float | None = None) -> None:
+def reward_turns(tree: Tree, rewards: Any, final_reward: float) -> None:
     """Gives each turn its reward: one number for each answered call, in their order.
 
-    `final_reward`: what the last turn earns besides; None: the reward of the episode. Raises
-    NoReward.
+    `final_reward`: what the last turn of each branch earns besides. Raises NoReward.
     """
     if not isinstance(rewards, list) or len(rewards) != len(tree.turns):
         raise NoReward(
@@ -193,7 +192,10 @@ def reward_turns(tree: Tree, rewards: Any, final_reward: float | None = None) ->
             f"call: {str(rewards)[:200]}"
         )
     for reward in rewards:
-        if type(reward) not in (int, float) or not abs(reward) <= MAX_REWARD:
-            raise NoReward(f"its turn_rewards are not all finite numbers: {str(rewards)[:200]}")
+        if type(reward) not in (int, float) or not abs(reward) + abs(final_reward) <= MAX_REWARD:
+            raise NoReward(
+                f"its turn_rewards are not all finite numbers, with the final reward of "
+                f"{final_reward:g} at most {MAX_REWARD:g} in size: {str(rewards)[:200]}"
+            )
     tree.rewards = dict(zip(tree.turns, map(float, rewards), strict=True))
     tree.final_reward = final_reward

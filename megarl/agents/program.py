@@ -329,7 +329,7 @@ def score_of_output(output: str, tree: Tree) -> tuple[Score, dict[str, float]]:
         report, f"its last line of output is neither a reward nor {form}: {line[:200]!r}"
     )
     if turns is not None:
-        reward_turns(tree, turns)
+        reward_turns(tree, turns, final_reward=score.reward)
     return score, metrics
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from megarl.config import algorithms
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.keys import general, keys_of, settings, value_at, yaml_text
 from megarl.config.limits import did_you_mean, similar_names
@@ -449,6 +450,8 @@ _SCORING_KEYS = (
             "verdict_scores",
             "verdict_range",
             "opponents",
+            "scores",
+            "step_separator",
         )
     ),
 )
@@ -475,6 +478,8 @@ def check_resume(config: RunConfig) -> Iterable[str]:
         )
         return
     fixed = {*FIXED_KEYS, *(_ROOM_KEYS if config.data.bad_rows == DROP else ())}
+    if algorithms.CRITIC in (before.get("algorithm.advantage"), config.algorithm.advantage):
+        fixed.add("algorithm.advantage")  # checkpoints have a critic or not
     if (Path(config.run_dir) / contents.FILE).is_file():
         fixed -= {*contents.KEYS}  # the launcher compares what they lead to
     yield from _changed_settings(before, config, fixed)

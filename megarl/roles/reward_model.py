@@ -20,6 +20,8 @@ from megarl.roles.judge import Template, chat_text
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import CHAT, STEPS
 
+MOST_STEPS = 1024  # of a response of one turn, so that a policy cannot ask for any number of scores
+_MOST_TOKENS_OF_CHARACTER = 4  # of its bytes in UTF-8
 Encode = Callable[[ScoreRequest], list[int]]
 
 
@@ -41,6 +43,7 @@ class RewardModel:
             settings.kv_cache_tokens or role.spec.max_position_embeddings,
         )
         self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
+        self._step_places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
         self._encode = reading(role, policy)
         self._policy = policy
         self._separator = settings.step_separator if settings.scores == STEPS else None
@@ -49,15 +52,21 @@ class RewardModel:
         """With scores=steps, the reward is that of the last step, which is the whole response."""
         if self._separator is None:
             return await self._score(part, request)
-        prefixes = await asyncio.to_thread(step_requests, request, self._policy, self._separator)
-        scores = await asyncio.gather(*(self._score(part, prefix) for prefix in prefixes))
+        ends = await asyncio.to_thread(step_ends, request, self._policy, self._separator)
+        if len(ends) == 1:
+            return await self._score(part, request)
+        scores = await asyncio.gather(*(self._score_step(part, request, end) for end in ends))
         for score in scores:
             if score.failures:
                 return score
-        turns = []
-        for prefix, score in zip(prefixes, scores, strict=True):
-            turns.append(TurnReward(len(prefix.token_ids), score.reward))
+        turns = [TurnReward(end, score.reward) for end, score in zip(ends, scores, strict=True)]
         return Score(scores[-1].reward, turn_rewards=turns)
+
+    async def _score_step(self, part: RewardPart, request: ScoreRequest, end: int) -> Score:
+        # few at a time, since the texts of all steps of a long response are large together
+        async with self._step_places:
+            step = await asyncio.to_thread(up_to, request, end, self._policy)
+            return await self._score(part, step)
 
     async def _score(self, part: RewardPart, request: ScoreRequest) -> Score:
         # in a thread, since the response may be long
@@ -91,22 +100,44 @@ class RewardModel:
         return Score(score)
 
 
-def step_requests(request: ScoreRequest, policy: Tokenizer, separator: str) -> list[ScoreRequest]:
-    """A request for the response up to the end of each turn, or, if it has one turn, of each step.
+def step_ends(request: ScoreRequest, policy: Tokenizer, separator: str) -> list[int]:
+    """How many of the response's tokens come before the end of each turn, or, if it has one turn,
+    of each step. The last is the response's end.
 
     A step ends with the token that completes `separator`, unless nothing is left but white space.
+    The last of MOST_STEPS steps has all that is left.
     """
-    ids = list(request.token_ids)
-    ends = [*request.turn_ends[:-1], len(ids)]
-    if len(ends) == 1:
-        ends = [*_step_ends([policy.decode_turn([token]) for token in ids], separator), len(ids)]
-    if len(ends) == 1:
-        return [request]
-    requests = []
-    for end in ends:
-        text = policy.decode_turn(ids[:end])
-        requests.append(replace(request, response=text, token_ids=ids[:end]))
-    return requests
+    ids = request.token_ids
+    ends = list(request.turn_ends[:-1])
+    if not ends:
+        ends = _step_ends(_pieces(ids, policy), separator)[: MOST_STEPS - 1]
+    return [*ends, len(ids)]
+
+
+def up_to(request: ScoreRequest, end: int, policy: Tokenizer) -> ScoreRequest:
+    """The request for the first `end` tokens of the response."""
+    ids = list(request.token_ids[:end])
+    return replace(request, response=policy.decode_turn(ids), token_ids=ids)
+
+
+def _pieces(ids: Sequence[int], policy: Tokenizer) -> list[str]:
+    """What each token adds to the text of the tokens before it.
+
+    A character of several tokens is added by its last one.
+    """
+    pieces = []
+    context = 0  # a token decoded without the one before it may lose its leading space
+    done = 0
+    for end in range(1, len(ids) + 1):
+        text = policy.decode_turn(ids[context:end])
+        piece = text[len(policy.decode_turn(ids[context:done])) :]
+        if piece.endswith("\ufffd") and end - done < _MOST_TOKENS_OF_CHARACTER:
+            piece = ""
+        else:
+            context = done
+            done = end
+        pieces.append(piece)
+    return pieces
 
 
 def _step_ends(pieces: Sequence[str], separator: str) -> list[int]:

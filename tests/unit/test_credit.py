@@ -30,7 +30,7 @@ from megarl.config.schema import (
     SourceAlgorithmConfig,
     SourceRewardConfig,
 )
-from megarl.rewards.credit import has_signal, ignores_turns, turn_metrics
+from megarl.rewards.credit import fraction_without_signal, has_signal, ignores_turns, turn_metrics
 from megarl.rewards.score import RewardPart, Score, weighted_sum
 from megarl.rollouts.environments.base import sample_problems
 
@@ -131,6 +131,16 @@ def test_turns_follow_rule_and_penalties_of_their_source() -> None:
     assert advantages[:2] == advantages_of(batch_of(SECOND), run)
     # returns 1 + 2 - 10 and 2 - 10, minus those of the other response
     assert advantages[2:] == [[-7.0 - 1.0, -8.0 - 0.0], [1.0 + 7.0, 0.0 + 8.0]]
+
+
+def test_signal_of_turns_is_that_of_their_source() -> None:
+    run = config("returns")
+    penalty = SourceRewardConfig(unfinished_penalty=10.0)
+    run.data.train.sources["strict"] = MixedConfig(source="strict.jsonl", reward=penalty)
+    equal = [sample([1.0, 2.0], finish_reason="length"), sample([1.0, 2.0])]
+    batch = batch_of(equal, equal)
+    groups = [batch.groups[0], replace(batch.groups[1], source="strict")]
+    assert fraction_without_signal(groups, run) == 0.5
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)

@@ -209,6 +209,20 @@ class TestResume:
         (run / "config.yaml").write_text("damaged: [")
         resolve(config(tmp_path, "seed=1"), "export")
 
+    def test_resumed_run_has_a_critic_as_before(self, tmp_path: Path) -> None:
+        critic = "algorithm.advantage=critic"
+        normalized = "algorithm.advantage=normalized"
+        kept = "; keep that, or use another run_dir"
+        began = f"the run in run_dir={tmp_path}/run began with"
+        self.begin(tmp_path)
+        assert problems_of(tmp_path, critic, command="train") == [f"{critic}: {began} null{kept}"]
+        resolve(config(tmp_path, normalized), "train")
+        self.begin(tmp_path / "2", critic)
+        began = f"the run in run_dir={tmp_path}/2/run began with"
+        assert problems_of(tmp_path / "2", normalized, command="train") == [
+            f"{normalized}: {began} critic{kept}"
+        ]
+
     def test_settings_that_may_change_on_resume(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
         changed = config(

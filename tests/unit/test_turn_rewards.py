@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import tokenizers
 from batches import batch_of
+from msgspec.structs import replace
 from resolving import MODEL, config, problems_of
 from scripted_policy import (
     ROOT,
@@ -23,19 +25,22 @@ from scripted_policy import (
     prompt,
     sample_of,
 )
+from tokenizers import decoders, models, pre_tokenizers
 
 from megarl.agents.episode import Tree
 from megarl.agents.player import NoReward
 from megarl.agents.program import score_of_output
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Failure, Group, Prompt, Sample, TrainSequence, TurnReward
-from megarl.config.schema import AlgorithmConfig, RunConfig
+from megarl.config.load import dump_config
+from megarl.config.schema import AlgorithmConfig, MixedConfig, RunConfig, SourceRewardConfig
 from megarl.critic.executor import ActorCriticSteps
+from megarl.data.tokenizer import Tokenizer
 from megarl.executors.batch_steps import FrozenScores
 from megarl.generator.completions import Completion, Sampling
 from megarl.observe.samples import format_sample
 from megarl.rewards.score import RewardPart, Score, ScoreRequest
-from megarl.roles.reward_model import RewardModel, step_requests
+from megarl.roles.reward_model import RewardModel, step_ends, up_to
 from megarl.rollouts.environments.base import RolloutContext, Transcript
 from megarl.rollouts.rollout import CheckedRollout
 
@@ -71,9 +76,16 @@ def played(*rewards: float) -> Transcript:
 
 def test_transcript_adds_the_final_reward_to_the_last_turn() -> None:
     assert played(0.5, 0.0).sample(1.0).turn_rewards == [(2, 0.5), (5, 1.0)]
-    assert played(0.0, 0.0).sample(1.0).turn_rewards == []
+    assert played(0.0, 0.0).sample(1.0).turn_rewards == [(2, 0.0), (5, 1.0)]
+    assert played(0.0).sample(1.0).turn_rewards == []
     with pytest.raises(ValueError, match="no turn"):
         played().add_reward(1.0)
+    silent = played(0.0)
+    silent.add_policy(completion("34"))
+    assert silent.sample(1.0).turn_rewards == [(2, 0.0), (4, 1.0)], "the environment wrote nothing"
+    silent.add_policy(completion(""))
+    silent.add_reward(0.25)
+    assert silent.sample(1.0).turn_rewards == [(2, 0.0), (4, 1.25)]
     twice = played(0.5)
     twice.add_reward(0.25)
     assert twice.sample(1.0).turn_rewards == [(2, 1.75)]
@@ -127,7 +139,7 @@ def test_program_rewards_turns_in_its_last_line() -> None:
     assert (score.reward, metrics) == (1.0, {"guesses": 2.0})
     [sample] = tree.samples(2, TOKENIZER.decode_all, score, metrics)
     assert sample.turn_rewards == [(2, 0.5), (4, 1.0)]
-    for wrong in ([0.5], [0.5, "1"], 3):
+    for wrong in ([0.5], [0.5, "1"], [0.5, True], [0.5, float("nan")], [0.5, 1e6], 3):
         line = json.dumps({"reward": 1.0, "turn_rewards": wrong})
         with pytest.raises(NoReward, match="turn_rewards"):
             score_of_output(line, two_turns())
@@ -186,13 +198,39 @@ def request_of(text: str, turn_ends: list[int] | None = None) -> ScoreRequest:
 
 def test_steps_end_after_separators_and_turns() -> None:
     def responses(request: ScoreRequest, separator: str) -> list[str]:
-        return [step.response for step in step_requests(request, TOKENIZER, separator)]
+        ends = step_ends(request, TOKENIZER, separator)
+        return [up_to(request, end, TOKENIZER).response for end in ends]
 
     assert responses(request_of("1+2;;3;;4"), ";;") == ["1+2;;", "1+2;;3;;", "1+2;;3;;4"]
     assert responses(request_of("12"), ";;") == ["12"]
     assert responses(request_of("1;2;3", turn_ends=[1, 5]), ";") == ["1", "1;2;3"]
-    [first, second] = step_requests(request_of("1;2"), TOKENIZER, ";")
-    assert (len(first.token_ids), len(second.token_ids)) == (2, 3)
+    assert step_ends(request_of("1;2"), TOKENIZER, ";") == [2, 3]
+    assert len(up_to(request_of("1;2"), 2, TOKENIZER).token_ids) == 2
+
+
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_separator_may_be_of_any_characters(by_bytes: bool) -> None:
+    """Math-Shepherd's has a leading space and letters of two bytes."""
+    text = "x ки y ки z"
+    if by_bytes:
+        vocabulary = {letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+        backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        vocabulary = {word: n for n, word in enumerate(["▁x", "▁ки", "▁y", "▁z"])}
+        backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        backend.decoder = decoders.Metaspace()
+    policy = Tokenizer("", backend, bos_token=None, unknown_id=None, eos_ids=())
+    request = ScoreRequest(text, "", token_ids=array("i", policy.encode_text(text)))
+    steps = [up_to(request, end, policy) for end in step_ends(request, policy, " ки")]
+    assert [step.response for step in steps] == ["x ки", "x ки y ки", text]
+
+
+def test_steps_of_a_response_are_limited() -> None:
+    ends = step_ends(request_of("1;" * 3000), TOKENIZER, ";")
+    assert (len(ends), ends[:2], ends[-2:]) == (1024, [2, 4], [2046, 6000])
 
 
 def test_reward_model_scores_every_step() -> None:
@@ -200,6 +238,7 @@ def test_reward_model_scores_every_step() -> None:
     model = RewardModel.__new__(RewardModel)
     model._separator = ";"
     model._policy = TOKENIZER
+    model._step_places = asyncio.Semaphore(2)
     model_scores = {"1;": 0.25, "1;2": 0.75}
 
     async def score(part: RewardPart, request: ScoreRequest) -> Score:
@@ -230,8 +269,20 @@ def test_reward_models_of_steps_need_credit_by_turn(tmp_path: Path) -> None:
         "roles.prm.scores=steps: needs algorithm.credit=returns or process; outcome would ignore "
         "all steps but the last"
     ]
+    code = "data.train.sources.code"
+    sources = ["data.train.source=sources", f"{code}.source=synthetic:chain"]
+    by_calls = [f"{code}.rollout.name=program", "algorithm.credit=process"]
+    assert (
+        "roles.prm.scores=steps: needs episodes of one sequence; those of "
+        f"{code}.rollout.name=program may have branches (docs/agents.md)"
+    ) in problems_of(tmp_path, *role, "roles.prm.scores=steps", *sources, *by_calls)
     by_turn = config(tmp_path, *role, "roles.prm.scores=steps", "algorithm.credit=process")
     assert by_turn.roles["prm"].step_separator == "\n\n"
+    (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text(dump_config(by_turn))
+    changed = [*role, "roles.prm.scores=steps", "algorithm.credit=process", separator]
+    [problem] = problems_of(tmp_path, *changed, command="dry-run")
+    assert problem.startswith("roles.prm.step_separator=##: the run in run_dir=")
 
 
 @pytest.mark.parametrize(("credit", "expected"), [
@@ -266,3 +317,17 @@ def test_critic_gets_rewards_at_the_last_tokens_of_turns(
         sequences, {0: zeros}, steps._earned(batch, [3.0]), FrozenScores(None, None, None), {}
     )
     assert advantages[0][mask].tolist() == expected == returns[0][mask].tolist()
+
+
+def test_critic_subtracts_the_penalties_of_the_source() -> None:
+    cut = replace(played(0.5, 0.0).sample(1.0), finish_reason="length")
+    run = RunConfig()
+    run.algorithm = AlgorithmConfig(advantage="critic", credit="returns")
+    penalty = SourceRewardConfig(unfinished_penalty=10.0)
+    run.data.train.sources["strict"] = MixedConfig(source="strict.jsonl", reward=penalty)
+    steps = ActorCriticSteps(
+        cast(Any, None), make_algorithm(run.algorithm), run, critic=cast(Any, None)
+    )
+    batch = batch_of([Group(replace(prompt(), source=source), [cut]) for source in ("", "strict")])
+    earned = steps._earned(batch, steps.rewards(batch).flatten().tolist())
+    assert earned == [[(2, 0.5), (5, 1.0)], [(2, 0.5), (5, 1.0 - 10.0)]]

@@ -444,7 +444,7 @@ class HubRollout(Player):
                 score, metrics = numbers(reward, message)
                 if "turn_rewards" in report:
                     turns = report["turn_rewards"]
-                    reward_turns(episode.tree, turns, report.get("final_reward"))
+                    reward_turns(episode.tree, turns, report.get("final_reward", score.reward))
                 return self.result_of(episode, score, metrics)
             except NoReward as error:
                 kind = "reward"

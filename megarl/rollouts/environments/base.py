@@ -366,13 +366,14 @@ class Transcript:
 
     def _rewards_with(self, score: Score) -> list[TurnReward]:
         """What turns, or steps that `score` has scored, have earned; empty if only `score` counts,
-        at the end.
+        at the end of a single turn.
         """
-        if not any(self.turn_rewards) and not score.turn_rewards:
+        if len(self.turn_ends) < 2 and not any(self.turn_rewards) and not score.turn_rewards:
             return []
         last = self.turn_ends[-1]
-        earned = dict(zip(self.turn_ends, self.turn_rewards, strict=True))
-        for end, reward in score.turn_rewards or [TurnReward(last, score.reward)]:
+        earned = dict.fromkeys(self.turn_ends, 0.0)
+        of_score = score.turn_rewards or [TurnReward(last, score.reward)]
+        for end, reward in (*zip(self.turn_ends, self.turn_rewards, strict=True), *of_score):
             # the environment may have written after the last turn
             end = min(end, last)
             earned[end] = earned.get(end, 0.0) + reward
