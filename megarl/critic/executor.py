@@ -18,6 +18,7 @@ from megarl.algorithms.base import LossInputs, LossOutput
 from megarl.algorithms.batches import MiniBatch
 from megarl.base.rollout_types import Batch, RemoteSequence, TrainSequence, TurnReward
 from megarl.config.algorithms import OUTCOME
+from megarl.config.tasks import task_of
 from megarl.critic.losses import Moments
 from megarl.critic.plan import critic_path
 from megarl.executors.batch_steps import BatchSteps, FrozenScores, Scores, scores_at
@@ -148,7 +149,8 @@ class ActorCriticSteps(BatchSteps):
             return [[TurnReward(end, reward)] for end, reward in zip(ends, rewards, strict=True)]
         earned = []
         for group in batch.groups:
-            for sample, turns in zip(group.samples, trained_turns(group.samples, config)):
+            task = task_of(config, group.source)
+            for sample, turns in zip(group.samples, trained_turns(group.samples, task)):
                 earned.append([*turns[:-1], TurnReward(sample.tokens, turns[-1].reward)])
         return earned
 

@@ -59,7 +59,7 @@ from megarl.observe.samples import OrdinalsWriter, SamplesWriter, TokensWriter, 
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
-from megarl.rewards.credit import has_signal, turn_metrics
+from megarl.rewards.credit import turn_metrics, without_signal
 from megarl.rewards.score import failed_source, shapes
 from megarl.roles.settings import TEACHER
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
@@ -318,8 +318,7 @@ class TrainerExecutor:
             metrics |= dropped_metrics(batch)
         metrics |= turn_metrics(batch.generated, config)
         if config.algorithm.credit != OUTCOME:
-            without_signal = [not has_signal(group.samples, config) for group in batch.groups]
-            metrics["zero_advantage_fraction"] = fmean(without_signal)
+            metrics["zero_advantage_fraction"] = without_signal(batch.groups, config)
         metrics |= source_metrics(batch, self._mixture, config.data.curriculum is not None)
         metrics |= step_metrics(results, self.algorithm)
         metrics |= self.batch_steps.value_metrics()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
-from megarl.base.rollout_types import Sample, SampleSummary, TurnReward, episodes
+from megarl.base.rollout_types import GroupSummary, Sample, SampleSummary, TurnReward, episodes
 from megarl.config.algorithms import OUTCOME, PROCESS
 from megarl.config.schema import AlgorithmConfig, RunConfig
+from megarl.config.tasks import task_of
 from megarl.rewards.score import trained_reward
 
 _ROUNDING = 1e-9  # relative difference below which turns have earned what the response has
@@ -74,12 +76,17 @@ def returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
     """Whether the rewards of a prompt's samples, after penalties, are not all the same; with credit
-    by turn, those of turns that are compared.
+    by turn, those of turns that are compared. `config`: the task of the prompt's source.
     """
     if config.algorithm.credit == OUTCOME:
         return len({trained_reward(branches, config) for branches in episodes(samples)}) > 1
     sets = compared_turns(samples, config)
     return any(len({turn.value for turn in compared_set}) > 1 for compared_set in sets)
+
+
+def without_signal(groups: Sequence[GroupSummary], config: RunConfig) -> float:
+    """The share of the groups without a signal (`has_signal`), by the tasks of their sources."""
+    return fmean(not has_signal(group.samples, task_of(config, group.source)) for group in groups)
 
 
 def has_own_turns(sample: Sample | SampleSummary) -> bool:

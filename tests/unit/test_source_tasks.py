@@ -26,6 +26,7 @@ from megarl.config.tasks import task_of, tasks_of, with_source_keys
 from megarl.data.datasets import answers_of
 from megarl.data.rows import held_out, held_out_sampling, stops_on_text
 from megarl.plan.checkpoints import FIXED_KEYS
+from megarl.rewards.credit import without_signal
 from megarl.rewards.score import all_parts, failed_source, parts_in_evaluation, parts_of_source
 from megarl.rollouts.channel import judged, pack
 from megarl.rollouts.environments.loading import check_rollout
@@ -263,6 +264,14 @@ def test_signal_of_a_prompt_is_that_of_its_source() -> None:
     equal = [sample(-1.0), sample(1.0, "length")]
     dropped = [judged(pack(group_of(name, 0, *equal)), config).dropped for name in SOURCES]
     assert dropped == [False, True, False]
+
+
+def test_signals_of_turns_are_those_of_their_source() -> None:
+    """Equal rewards of which one response is cut, as in the metric zero_advantage_fraction."""
+    equal = [sample(1.0, "length"), sample(1.0)]
+    groups = batch_of([group_of(name, 0, *equal) for name in SOURCES]).groups
+    config = config_of("algorithm.credit=returns")
+    assert without_signal(groups, config) == pytest.approx(2 / 3), "code alone has a penalty"
 
 
 @pytest.mark.parametrize("rule", ["mean", "batch_normalized"])

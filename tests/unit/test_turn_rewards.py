@@ -10,6 +10,7 @@ from array import array
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from batches import batch_of
@@ -29,6 +30,7 @@ from megarl.agents.player import NoReward
 from megarl.agents.program import score_of_output
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Failure, Group, Prompt, Sample, TrainSequence, TurnReward
+from megarl.config.load import load_config
 from megarl.config.schema import AlgorithmConfig, RunConfig
 from megarl.critic.executor import ActorCriticSteps
 from megarl.executors.batch_steps import FrozenScores
@@ -266,3 +268,23 @@ def test_critic_gets_rewards_at_the_last_tokens_of_turns(
         sequences, {0: zeros}, steps._earned(batch, [3.0]), FrozenScores(None, None, None), {}
     )
     assert advantages[0][mask].tolist() == expected == returns[0][mask].tolist()
+
+
+def test_critic_learns_after_the_penalties_of_the_source() -> None:
+    """Both responses were cut; one source takes a point off for that."""
+    penalty = {"source": "b", "reward": {"unfinished_penalty": 1.0}}
+    run = load_config(
+        {
+            "model": {"path": str(MODEL)},
+            "data": {"train": {"sources": {"plain": {"source": "a"}, "strict": penalty}}},
+            "algorithm": {"advantage": "critic", "credit": "returns"},
+        }
+    )
+    steps = ActorCriticSteps(
+        cast(Any, None), make_algorithm(run.algorithm), run, critic=cast(Any, None)
+    )
+    groups = []
+    for source in ("plain", "strict"):
+        sample = Sample([3], [-0.5], [0], "x", reward=1.0, finish_reason="length")
+        groups.append(Group(msgspec.structs.replace(prompt(), source=source), [sample]))
+    assert steps._earned(batch_of(groups), [1.0, 0.0]) == [[(1, 1.0)], [(1, 0.0)]]
