@@ -434,7 +434,7 @@ FIXED_KEYS = (
     "seed",
 )
 # Samples and scores depend on these settings too.
-_SCORING_KEYS = (
+SCORING_KEYS = (
     "rollout.args",
     "data.train.sources.NAME.rollout.args",
     *(
@@ -449,6 +449,8 @@ _SCORING_KEYS = (
             "verdict_scores",
             "verdict_range",
             "opponents",
+            "scores",
+            "step_separator",
         )
     ),
 )
@@ -480,7 +482,7 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     yield from _changed_settings(before, config, fixed)
     if not config.checkpoint.accept_changed_data:
         yield from _changed_settings(
-            before, config, _SCORING_KEYS, f", or set {contents.ACCEPT}=true"
+            before, config, SCORING_KEYS, f", or set {contents.ACCEPT}=true"
         )
 
 
