@@ -21,7 +21,7 @@ from megarl.config.schema import (
     GeneratorConfig,
     RunConfig,
 )
-from megarl.config.tasks import by_source
+from megarl.config.tasks import by_source, tasks_of, with_source_keys
 from megarl.data.rows import held_out
 from megarl.generator.groups import EngineGroup
 from megarl.messaging.rendezvous import PURPOSES, Purpose
@@ -32,6 +32,7 @@ from megarl.rewards.score import (
     parts_in_evaluation,
     parts_in_labels,
     parts_in_win_rate,
+    parts_of_source,
     trained_parts,
 )
 from megarl.roles.settings import (
@@ -228,11 +229,14 @@ def _check_reward_model(config: RunConfig, key: str, settings: RoleConfig) -> It
             f"{steps}: needs algorithm.credit={RETURNS} or {PROCESS}; {OUTCOME} would ignore all "
             "steps but the last"
         )
-    if config.rollout.name in BY_CALLS:
-        yield (
-            f"{steps}: needs episodes of one sequence; those of rollout.name={config.rollout.name} "
-            "may have branches (docs/agents.md)"
-        )
+    for source, task in tasks_of(config).items():
+        roles = {f"roles.{part.role}" for part in parts_of_source(config, source)}
+        if key in roles and task.rollout.name in BY_CALLS:
+            rollout = f"{with_source_keys('rollout.name', config, source)}={task.rollout.name}"
+            yield (
+                f"{steps}: needs episodes of one sequence; those of {rollout} may have branches "
+                "(docs/agents.md)"
+            )
 
 
 def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:

@@ -70,6 +70,11 @@ def test_source_inherits_what_it_leaves_out() -> None:
     assert load_config(read_yaml(dump_config(config))) == config
 
 
+def test_removed_parts_leave_the_reward_of_the_run() -> None:
+    config = config_of(a={"source": "x", "reward": {"parts": {"mine": None}}})
+    assert task_of(config, "a") is config
+
+
 def test_arguments_of_another_rollout_are_not_inherited() -> None:
     run = ["rollout.name=tool_calls", "rollout.args={max_calls: 2, tool: a}"]
     config = config_of(
@@ -151,6 +156,15 @@ MIXED = (
         (["algorithm.name=ppo", f"{CODE}.rollout.name=program"],
          f"algorithm.name=ppo: needs episodes of one sequence; those of {CODE}.rollout.name=program "
          "may have branches (docs/agents.md)"),
+        (["eval.suites.held.source=synthetic:chain", "eval.suites.held.task=code",
+          "eval.win_rate=last_number", f"{CODE}.rollout.name=verifiers"],
+         f"eval.win_rate=last_number: must be null with {CODE}.rollout.name=verifiers, whose rows "
+         "have no reference answers"),
+        (["data.eval=null", "eval.suites.known.benchmark=gsm8k", "eval.win_rate=last_number"],
+         "eval.win_rate=last_number: needs held-out prompts of no benchmark: set data.eval.source"),
+        (["async.idle=samples", f"{CODE}.rollout.name=program"],
+         f"async.idle=samples: must be off with {CODE}.rollout.name=program: its episodes may begin "
+         "with different tokens"),
         ([f"{CODE}.rollout.name=verifiers", f"{CODE}.reward.name=last_number"],
          f"{CODE}.reward.name=last_number: must be left out with {CODE}.rollout.name=verifiers: "
          "the environment has a reward of its own"),

@@ -234,6 +234,16 @@ def test_reward_models_of_steps_need_credit_by_turn(tmp_path: Path) -> None:
     ]
     by_turn = config(tmp_path, *role, "roles.prm.scores=steps", "algorithm.credit=process")
     assert by_turn.roles["prm"].step_separator == "\n\n"
+    sources = "data.train.sources"
+    mixture = ["data.train.source=sources", f"{sources}.a.source=synthetic:chain"]
+    program = [f"{sources}.b.source=synthetic:chain", f"{sources}.b.rollout.name=program"]
+    problems = problems_of(
+        tmp_path, *role, "roles.prm.scores=steps", "algorithm.credit=process", *mixture, *program
+    )
+    assert (
+        "roles.prm.scores=steps: needs episodes of one sequence; those of "
+        f"{sources}.b.rollout.name=program may have branches (docs/agents.md)"
+    ) in problems
 
 
 @pytest.mark.parametrize(("credit", "expected"), [
