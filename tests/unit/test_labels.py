@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import yaml
 from json_files import json_lines, write_json_lines
+from msgspec.structs import replace as replaced
 
 from megarl.base.rollout_types import Failure, Group, Prompt, Sample
 from megarl.config.errors import ConfigError, RunError
@@ -96,12 +97,24 @@ def pairs_in(path: Path, model: str = "tiny-llama") -> list[tuple[str, str, str,
 
 
 def test_reward_model_reads_pairs_as_they_are_written(tmp_path: Path) -> None:
-    prompts = [scored(1.0, 0.5, ordinal=0), scored(2.0, 4.0, ordinal=1), scored(0, 1, ordinal=2)]
+    first = replaced(scored(1.0, 0.5, ordinal=0), prompt="0+1=")
+    prompts = [first, scored(2.0, 4.0, ordinal=1), scored(0, 1, ordinal=2)]
     assert write_pairs(tmp_path, prompts, replace(BEST, held_out=1)) == 3
-    assert pairs_in(tmp_path / "held_out.jsonl") == [("1+1=", "a", "b", 0.5)]
+    assert pairs_in(tmp_path / "held_out.jsonl") == [("0+1=", "a", "b", 0.5)]
     assert pairs_in(tmp_path / "pairs.jsonl") == [("1+1=", "b", "a", 2.0), ("1+1=", "b", "a", 1.0)]
     [row, _] = json_lines(tmp_path / "pairs.jsonl")
     assert (row["score_chosen"], row["score_rejected"], row["ordinal"]) == (4.0, 2.0, 1)
+
+
+def test_held_out_prompts_are_never_learned_from(tmp_path: Path) -> None:
+    """A small source of a mixture comes again; and an earlier command held out more."""
+    again = [scored(1.0, 0.5, ordinal=0), scored(2.0, 4.0, ordinal=1)]
+    write_pairs(tmp_path, again, replace(BEST, held_out=1))
+    assert len(pairs_in(tmp_path / "held_out.jsonl")) == 2
+    assert not (tmp_path / "pairs.jsonl").read_text()
+    write_pairs(tmp_path, again, BEST)
+    assert len(pairs_in(tmp_path / "pairs.jsonl")) == 2
+    assert not (tmp_path / "held_out.jsonl").exists()
 
 
 def test_conversation_is_written_for_any_chat_template(tmp_path: Path) -> None:
