@@ -173,6 +173,19 @@ def test_scoring_settings_are_fixed_unless_accepted(tmp_path: Path) -> None:
     ]
 
 
+def test_order_of_the_sources_is_fixed(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    sources = [f"data.train.sources.{name}.source={rows}" for name in ("zeros", "ones")]
+    arguments = begun_with(tmp_path, "2024-07-26", "data.train.source=sources", *sources)
+    config = load_config(arguments[0], arguments[1:])
+    assert not [*check_resume(config)]
+    config.data.train.sources = dict(reversed(config.data.train.sources.items()))
+    assert [*check_resume(config)] == [
+        f"data.train.sources: ones, zeros: the run in run_dir={tmp_path} began with the order "
+        "zeros, ones, which decides the prompts; keep that, or use another run_dir"
+    ]
+
+
 def test_every_setting_of_a_score_by_a_model_is_fixed() -> None:
     """All but those of engines and answers' lengths, and those of other roles."""
     free = {"sft", "weight", "temperature", "max_tokens", "chat_template.date", *ENGINE_KEYS}
