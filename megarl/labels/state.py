@@ -42,16 +42,17 @@ def settings_of(plan: RunPlan) -> dict[str, Any]:
     """
     config = plan.config
     keys = list(_MADE_BY)
-    if config.label.data is None and mixed(config.data.train):
+    sources = [] if config.label.data else [*mixed(config.data.train)]
+    if sources:
         keys.append("rollout.prompts_per_step")  # quotas are shares of it
     for key in keys_of(config):
-        if config.label.data is None and key.startswith("data.train.sources."):
+        if sources and key.startswith("data.train.sources."):
             keys += [key] * key.endswith((".weight", ".quota"))
         if config.label.reward is None and key.startswith("reward.parts."):
             keys += [key] * key.endswith(".weight")
     record = {key: value_at(config, key) for key in keys}
-    if config.label.data is None:
-        record["data.train.sources"] = [*mixed(config.data.train)]
+    if sources:
+        record["data.train.sources"] = sources
     paths = {"model.path": plan.weights_path}
     for role in plan.served:
         for name, value in asdict(role.settings).items():

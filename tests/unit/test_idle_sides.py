@@ -172,7 +172,7 @@ def test_generator_is_not_idle_while_a_source_lacks_prompts():
     """Prompts 0, 2, 4, … are of one source, the others of another."""
     mixture = Mixture([Fraction(1), Fraction(1)], ["fast", "slow"])
     admission = Admission(prompts_per_step=2, run_ahead=1, max_in_flight=4, end=8, mixture=mixture)
-    fast, slow, again_fast, again_slow = admission.begin(0)
+    fast, slow, again_fast, _ = admission.begin(0)
     admission.finish(fast)
     admission.finish(again_fast)
     assert not admission.is_idle(0), (
