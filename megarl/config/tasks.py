@@ -60,6 +60,8 @@ def _overrides(source: MixedConfig | None) -> dict[str, dict[str, Any]]:
         source_section = getattr(source, section)
         for field in fields(source_section):
             value = getattr(source_section, field.name)
+            if field.name == "parts":
+                value = {name: part for name, part in value.items() if part is not None}
             if value not in (None, {}):
                 settings[field.name] = value
     if "name" in overrides["rollout"]:

@@ -12,7 +12,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import DROP, DatasetConfig, RunConfig
 from megarl.config.tasks import task_of
 from megarl.data.datasets import answers_of, answers_of_labels, load_rows, responses_in
-from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
+from megarl.data.order import Mixture, Place, mixed, permute, source_sets, train_mixture
 from megarl.data.rows import (
     Answers,
     Reading,
@@ -201,9 +201,15 @@ def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> P
     return PromptStream(sources, tokenizer)
 
 
-def label_data(config: RunConfig) -> tuple[DatasetConfig, str]:
-    """The dataset that megarl label reads, and its config section."""
-    return (config.label.data, "label.data") if config.label.data else (config.data.train, _TRAIN)
+def label_data(config: RunConfig, source: str = "") -> tuple[DatasetConfig, str]:
+    """The dataset that megarl label reads, and its config section; with the name of a `source`,
+    that one of those in data.train.sources.
+    """
+    if config.label.data:
+        return config.label.data, "label.data"
+    if source:
+        return mixed(config.data.train)[source], f"{_TRAIN}.sources.{source}"
+    return config.data.train, _TRAIN
 
 
 def labelled_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> PromptStream:

@@ -183,6 +183,8 @@ Logprobs = np.ndarray | Failure
 
 
 async def initial_logprobs(initial: ServedTeacher, prompt: Prompt, sample: Sample) -> Logprobs:
+    if not sample.token_ids:  # an episode that sampled nothing
+        return np.empty(0)
     scores = await initial.judge(prompt, sample)
     if isinstance(scores, Failure):
         return scores

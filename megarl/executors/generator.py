@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megarl.base.rollout_types import Group, Ordinal, Prompt, Version
+from megarl.config.schema import MASK
 from megarl.config.tasks import tasks_of
 from megarl.data.order import Curriculum
 from megarl.data.prompts import held_out_sets, train_prompts
@@ -133,6 +134,8 @@ class GeneratorExecutor:
             judge,
             clock.waited_s,
             further=self._further(),
+            # with async.too_old=mask, no batch waits for a prompt in flight
+            max_staleness=None if config.async_.too_old == MASK else config.async_.max_staleness,
         )
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
         self.start(self._follow_fleet(), "places for prompts in flight")

@@ -105,7 +105,7 @@ class Labeller:
             score = None if sample.failures else sample.reward
             responses.append(Response(sample.text, origin, score))
         self._count(samples)
-        dataset, key = label_data(self.config)
+        dataset, key = label_data(self.config, prompt.source)
         return ScoredPrompt(
             ordinal=prompt.ordinal,
             prompt=conversation_of(row.record, dataset, key) if row.rendered else prompt.text,

@@ -140,12 +140,21 @@ def read_scored(folder: Path, prompts: int | None = None) -> list[ScoredPrompt]:
 
 
 def write_pairs(folder: Path, scored: Iterable[ScoredPrompt], settings: LabelConfig) -> int:
-    """Writes pairs.jsonl and held_out.jsonl anew. Returns the number of pairs in both."""
+    """Writes pairs.jsonl and held_out.jsonl anew. Returns the number of pairs in both.
+
+    A prompt that comes again after label.held_out has its pairs in held_out.jsonl too.
+    """
     lines: dict[str, list[bytes]] = {PAIRS_FILE: []}
     if settings.held_out:
         lines[HELD_OUT_FILE] = []
-    for prompt in scored:
-        name = HELD_OUT_FILE if prompt.ordinal < settings.held_out else PAIRS_FILE
+    else:
+        (folder / HELD_OUT_FILE).unlink(missing_ok=True)  # its pairs are in pairs.jsonl now
+    held_out = set()
+    for prompt in sorted(scored, key=lambda prompt: prompt.ordinal):
+        text = msgspec.json.encode((prompt.prompt, prompt.tools))
+        if prompt.ordinal < settings.held_out:
+            held_out.add(text)
+        name = HELD_OUT_FILE if text in held_out else PAIRS_FILE
         lines[name] += [msgspec.json.encode(row) + b"\n" for row in pair_rows(prompt, settings)]
     for name, of_file in lines.items():
         write_whole(folder / name, b"".join(of_file).decode())

@@ -14,6 +14,7 @@ from megarl.config.keys import keys_of, value_at, yaml_text
 from megarl.config.schema import AlgorithmConfig, RunConfig
 from megarl.data.check import Checked, digests_of
 from megarl.data.contents import Contents, compare_contents, contents_of, read_contents
+from megarl.data.order import mixed
 from megarl.labels.pairs import SCORED_FILE, read_scored
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import LABEL_SETTINGS
@@ -41,12 +42,17 @@ def settings_of(plan: RunPlan) -> dict[str, Any]:
     """
     config = plan.config
     keys = list(_MADE_BY)
+    sources = [] if config.label.data else [*mixed(config.data.train)]
+    if sources:
+        keys.append("rollout.prompts_per_step")  # quotas are shares of it
     for key in keys_of(config):
-        if config.label.data is None and key.startswith("data.train.sources."):
+        if sources and key.startswith("data.train.sources."):
             keys += [key] * key.endswith((".weight", ".quota"))
         if config.label.reward is None and key.startswith("reward.parts."):
             keys += [key] * key.endswith(".weight")
     record = {key: value_at(config, key) for key in keys}
+    if sources:
+        record["data.train.sources"] = sources
     paths = {"model.path": plan.weights_path}
     for role in plan.served:
         for name, value in asdict(role.settings).items():

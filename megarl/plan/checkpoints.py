@@ -435,7 +435,7 @@ FIXED_KEYS = (
     "seed",
 )
 # Samples and scores depend on these settings too.
-_SCORING_KEYS = (
+SCORING_KEYS = (
     "rollout.args",
     "data.train.sources.NAME.rollout.args",
     *(
@@ -483,10 +483,23 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     if (Path(config.run_dir) / contents.FILE).is_file():
         fixed -= {*contents.KEYS}  # the launcher compares what they lead to
     yield from _changed_settings(before, config, fixed)
+    names = _source_names(before)
+    names_now = _source_names(keys_of(config))
+    if names != names_now and sorted(names) == sorted(names_now):
+        yield (
+            f"data.train.sources: {', '.join(names_now)}: the run in run_dir={config.run_dir} began "
+            f"with the order {', '.join(names)}, which decides the prompts; keep that, or use "
+            "another run_dir"
+        )
     if not config.checkpoint.accept_changed_data:
         yield from _changed_settings(
-            before, config, _SCORING_KEYS, f", or set {contents.ACCEPT}=true"
+            before, config, SCORING_KEYS, f", or set {contents.ACCEPT}=true"
         )
+
+
+def _source_names(keys: Iterable[str]) -> list[str]:
+    sources = [key for key in keys if general(key) == "data.train.sources.NAME.source"]
+    return [key.split(".")[3] for key in sources]
 
 
 def check_exported(config: RunConfig) -> Iterable[str]:

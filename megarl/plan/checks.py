@@ -32,7 +32,7 @@ from megarl.config.schema import (
     RunConfig,
     SuiteConfig,
 )
-from megarl.config.tasks import by_source, task_of, tasks_of
+from megarl.config.tasks import by_source, source_of, task_of, tasks_of, with_source_keys
 from megarl.data.order import mixed, mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out, held_out_samples, held_out_sampling
 from megarl.lora.plan import check_lora, check_lora_groups
@@ -611,6 +611,11 @@ def check_kept_cache(config: RunConfig) -> Iterable[str]:
             f"{setting}: must be false where no episode goes on through an update: "
             "async.capacity or async.max_staleness is 0"
         )
+    if {task.rollout.name for task in tasks_of(config).values()} == {RolloutConfig.name}:
+        yield (
+            f"{setting}: must be false with rollout.name={RolloutConfig.name}, whose episodes have "
+            "no later turns"
+        )
     if config.deterministic:
         yield f"{setting}: must be false with deterministic=true, which has no prefix cache"
     if config.generator.server_args.get("disable_radix_cache"):
@@ -686,11 +691,12 @@ def _idle_samples_problems(config: RunConfig) -> Iterable[str]:
         )
     if not recipes.needs_reward(config.algorithm):
         yield f"{setting}: must be off where rewards make no advantages"
-    for task in tasks_of(config).values():
+    for source, task in tasks_of(config).items():
         if task.rollout.name in BY_CALLS:
+            key = with_source_keys("rollout.name", config, source)
             yield (
-                f"{setting}: must be off with rollout.name={task.rollout.name}: its episodes may "
-                "begin with different tokens"
+                f"{setting}: must be off with {key}={task.rollout.name}: its episodes may begin with "
+                "different tokens"
             )
     if config.data.curriculum is not None:
         yield f"{setting}: must be off with data.curriculum, which needs all rewards of a prompt"
@@ -813,13 +819,7 @@ def check_shaping(config: RunConfig) -> Iterable[str]:
 def check_eval(config: RunConfig) -> Iterable[str]:
     if config.eval.every and not held_out(config):
         yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
-    if config.eval.win_rate is not None and not held_out(config):
-        yield f"eval.win_rate={config.eval.win_rate}: needs held-out prompts: set data.eval.source"
-    if config.eval.win_rate is not None and config.rollout.name in OF_HUBS:
-        yield (
-            f"eval.win_rate={config.eval.win_rate}: must be null with "
-            f"rollout.name={config.rollout.name}, whose rows have no reference answers"
-        )
+    yield from _win_rate_problems(config)
     yield from _idle_filters(config)
     if _repeats_all(config):
         yield (
@@ -852,6 +852,23 @@ def check_eval(config: RunConfig) -> Iterable[str]:
                 for key, date in dates.items()
                 if date
             )
+
+
+def _win_rate_problems(config: RunConfig) -> Iterable[str]:
+    if config.eval.win_rate is None:
+        return
+    setting = f"eval.win_rate={config.eval.win_rate}"
+    compared = []
+    for _, key, _, suite in held_out(config):
+        if not (suite and suite.benchmark):
+            compared.append(source_of(config, key))
+    if not compared:
+        yield f"{setting}: needs held-out prompts of no benchmark: set data.eval.source"
+    for source in dict.fromkeys(compared):
+        rollout = task_of(config, source).rollout.name
+        if rollout in OF_HUBS:
+            key = with_source_keys("rollout.name", config, source)
+            yield f"{setting}: must be null with {key}={rollout}, whose rows have no reference answers"
 
 
 def _repeats_all(config: RunConfig) -> bool:

@@ -76,7 +76,7 @@ def returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
     """Whether the rewards of a prompt's samples, after penalties, are not all the same; with credit
-    by turn, those of turns that are compared.
+    by turn, those of turns that are compared. `config`: the task of the prompt's source.
     """
     if config.algorithm.credit == OUTCOME:
         return len({trained_reward(branches, config) for branches in episodes(samples)}) > 1

@@ -52,7 +52,7 @@ class Admission:
         self._places_taken = [0] * sources  # [source] places that it has taken
         self._skip: Collection[Ordinal] = ()
         self._rested: list[Ordinal] = []
-        self.in_flight = 0
+        self._in_flight = [0] * sources
 
     def generate_from(
         self,
@@ -74,6 +74,10 @@ class Admission:
         for ordinals, places in ((self._skip, 1), (dropped, -1)):
             for ordinal in ordinals:
                 self._places_taken[self._mixture.source(ordinal)] += places
+
+    @property
+    def in_flight(self) -> int:
+        return sum(self._in_flight)
 
     @property
     def begun(self) -> int:
@@ -98,8 +102,13 @@ class Admission:
         """Whether places stay empty until newer weights come, and the trainer has the groups for
         the batch that makes these weights.
         """
-        finished = self.begun - self.in_flight
-        return self.held_back(version) and finished >= (version + 1) * self._prompts_per_step
+        if not self.held_back(version):
+            return False
+        needed = self._mixture.counts(0, (version + 1) * self._prompts_per_step)
+        for places, in_flight, count in zip(self._places_taken, self._in_flight, needed):
+            if places - in_flight < count:
+                return False
+        return True
 
     def begin(self, version: Version) -> list[Ordinal]:
         """Returns the prompts that may begin now, under weights `version`, and counts them as
@@ -117,7 +126,7 @@ class Admission:
                 break
             ordinals.append(ordinal)
             self._places_taken[source] += 1
-            self.in_flight += 1
+            self._in_flight[source] += 1
         return ordinals
 
     def take_rested(self) -> list[Ordinal]:
@@ -130,11 +139,12 @@ class Admission:
         """A prompt has finished. If it was `dropped`, another one will replace it. `outside`:
         whether its pass rate was outside the curriculum's band.
         """
-        self.in_flight -= 1
+        source = self._mixture.source(ordinal)
+        self._in_flight[source] -= 1
         if self._curriculum:
             self._curriculum.finish(ordinal, outside)
         if dropped:
-            self._places_taken[self._mixture.source(ordinal)] -= 1
+            self._places_taken[source] -= 1
 
     def again(self, ordinals: Iterable[Ordinal]) -> None:
         """Queues prompts to be generated again, since their groups were too old."""
@@ -201,9 +211,11 @@ class RolloutStream:
         scoring_s: Callable[[], float] = lambda: 0.0,
         now_s: Callable[[], float] = time.monotonic,
         further: FurtherSamples | None = None,
+        max_staleness: int | None = None,
     ):
         """`scoring_s` returns how long rollouts have waited for scores so far (ScoringClock).
-        `further`: samples more responses to a prompt while places would be idle.
+        `further`: samples more responses to a prompt while places would be idle, unless the trainer
+        waits for the prompt because of `max_staleness` (RolloutBuffer).
         """
         self.admission = admission
         self._roll_out = roll_out
@@ -214,6 +226,7 @@ class RolloutStream:
         self._scoring_s = scoring_s
         self._now_s = now_s
         self._further = further
+        self._max_staleness = max_staleness
         self.version: Version = -1
         self.sent = 0
         self._idle_s = 0.0
@@ -298,7 +311,7 @@ class RolloutStream:
         group = await self._roll_out(ordinal)
         ended = self._now_s()
         scoring = scoring_s, self._scoring_s()
-        if self._further is not None:
+        if self._further is not None and not self._is_due(version):
             version_now = self.version
             group = await self._further(group, lambda: self._is_idle(version_now), self._pulse)
         ready = self._judge(pack(group, version, started, ended, self._idle_s, scoring))
@@ -311,6 +324,10 @@ class RolloutStream:
         """Whether places have been idle under `version`, and no update of it has begun."""
         is_updated = self._draining or self._still or version != self.version
         return not is_updated and self.admission.is_idle(version)
+
+    def _is_due(self, begun: Version) -> bool:
+        """Whether the trainer's next batch waits for a prompt that began under version `begun`."""
+        return self._max_staleness is not None and begun <= self.version - self._max_staleness
 
     async def _take_back(self) -> None:
         while True:

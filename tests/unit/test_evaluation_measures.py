@@ -109,6 +109,17 @@ def test_perplexity_is_of_all_tokens_together() -> None:
     assert result["ci95/perplexity/high"] == pytest.approx(math.exp(high))
 
 
+def test_empty_response_has_no_perplexity_and_no_failure() -> None:
+    """An engine has no log-probs for it."""
+    empty = Sample([], [], [], "", 0.0, "unanswered")
+    nothing = asyncio.run(initial_logprobs(None, Prompt(0, [4], "", ""), empty))  # type: ignore[arg-type]
+    assert isinstance(nothing, np.ndarray)
+    result = perplexity_scores([[np.array([-1.0, -2.0]), nothing], [nothing]], CONFIG)
+    assert result["perplexity"] == pytest.approx(math.exp(1.5))
+    assert result["perplexity/failed"] == 0
+    assert perplexity_scores([[nothing]], CONFIG) == {"perplexity/failed": 0}
+
+
 def test_ratio_of_equal_counts_has_the_interval_of_a_mean() -> None:
     values = [21.0, 22.0, 24.0, 29.0, 23.0]
     low, high = ratio_interval([3 * value for value in values], [3] * 5)

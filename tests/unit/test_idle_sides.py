@@ -9,6 +9,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import UNANSWERED, Failure, Group, Prompt, Sample
 from megarl.config.load import load_config
 from megarl.config.schema import AsyncConfig, RunConfig, TrainerConfig
+from megarl.data.order import Mixture
 from megarl.executors.batch_steps import BatchSteps
 from megarl.executors.idle_updates import IdleUpdates
 from megarl.messaging.waiting import Pulse
@@ -164,6 +166,20 @@ def test_generator_is_idle_while_the_trainer_has_its_batch():
     for ordinal in (0, 3, 4, 5):
         admission.finish(ordinal)
     assert not admission.is_idle(2), "every prompt of the run has begun"
+
+
+def test_generator_is_not_idle_while_a_source_lacks_prompts():
+    """Prompts 0, 2, 4, … are of one source, the others of another."""
+    mixture = Mixture([Fraction(1), Fraction(1)], ["fast", "slow"])
+    admission = Admission(prompts_per_step=2, run_ahead=1, max_in_flight=4, end=8, mixture=mixture)
+    fast, slow, again_fast, _ = admission.begin(0)
+    admission.finish(fast)
+    admission.finish(again_fast)
+    assert not admission.is_idle(0), (
+        "two prompts have finished, but the first batch needs a slow one"
+    )
+    admission.finish(slow)
+    assert admission.is_idle(0) and admission.in_flight == 1
 
 
 def test_mean_reward_is_of_all_samples():

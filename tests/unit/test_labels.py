@@ -8,10 +8,13 @@ import shutil
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 from json_files import json_lines, write_json_lines
+from msgspec.structs import replace as replaced
 
 from megarl.base.rollout_types import Failure, Group, Prompt, Sample
 from megarl.config.errors import ConfigError, RunError
@@ -19,7 +22,7 @@ from megarl.config.load import load_config
 from megarl.config.schema import LabelConfig, ModelConfig, PreferenceConfig, RunConfig
 from megarl.data.check import check_data
 from megarl.data.datasets import read_pairs
-from megarl.data.prompts import labelled_prompts
+from megarl.data.prompts import label_data, labelled_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.generator.completions import Sampling
 from megarl.labels import state
@@ -33,6 +36,7 @@ from megarl.labels.pairs import (
     summary,
     write_pairs,
 )
+from megarl.models import load_spec
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.rewards.score import RewardPart, Score
 from megarl.roles.judge import NoVerdict, comparisons_of, win_shares
@@ -93,12 +97,24 @@ def pairs_in(path: Path, model: str = "tiny-llama") -> list[tuple[str, str, str,
 
 
 def test_reward_model_reads_pairs_as_they_are_written(tmp_path: Path) -> None:
-    prompts = [scored(1.0, 0.5, ordinal=0), scored(2.0, 4.0, ordinal=1), scored(0, 1, ordinal=2)]
+    first = replaced(scored(1.0, 0.5, ordinal=0), prompt="0+1=")
+    prompts = [first, scored(2.0, 4.0, ordinal=1), scored(0, 1, ordinal=2)]
     assert write_pairs(tmp_path, prompts, replace(BEST, held_out=1)) == 3
-    assert pairs_in(tmp_path / "held_out.jsonl") == [("1+1=", "a", "b", 0.5)]
+    assert pairs_in(tmp_path / "held_out.jsonl") == [("0+1=", "a", "b", 0.5)]
     assert pairs_in(tmp_path / "pairs.jsonl") == [("1+1=", "b", "a", 2.0), ("1+1=", "b", "a", 1.0)]
     [row, _] = json_lines(tmp_path / "pairs.jsonl")
     assert (row["score_chosen"], row["score_rejected"], row["ordinal"]) == (4.0, 2.0, 1)
+
+
+def test_held_out_prompts_are_never_learned_from(tmp_path: Path) -> None:
+    """A small source of a mixture comes again; and an earlier command held out more."""
+    again = [scored(1.0, 0.5, ordinal=0), scored(2.0, 4.0, ordinal=1)]
+    write_pairs(tmp_path, again, replace(BEST, held_out=1))
+    assert len(pairs_in(tmp_path / "held_out.jsonl")) == 2
+    assert not (tmp_path / "pairs.jsonl").read_text()
+    write_pairs(tmp_path, again, BEST)
+    assert len(pairs_in(tmp_path / "pairs.jsonl")) == 2
+    assert not (tmp_path / "held_out.jsonl").exists()
 
 
 def test_conversation_is_written_for_any_chat_template(tmp_path: Path) -> None:
@@ -322,6 +338,64 @@ def test_labels_go_on_only_with_the_same_settings(tmp_path: Path) -> None:
     (tmp_path / "model/model.safetensors").write_bytes(bytes(17))
     with pytest.raises(ConfigError, match="model.path: other weights than the labels in"):
         begin(tmp_path)
+
+
+def mixed_config(tmp_path: Path, *overrides: str) -> RunConfig:
+    """Two sources, of which the second has columns of its own."""
+    single = config_of(tmp_path)
+    question = {"role": "user", "content": "2+2="}
+    write_json_lines(tmp_path / "chats.jsonl", [{"question": "5", "chat": [question], "gold": "4"}])
+    sources = {
+        "texts": {"source": str(tmp_path / "rows.jsonl"), "quota": 1},
+        "chats": {
+            "source": str(tmp_path / "chats.jsonl"),
+            "prompt_key": "chat",
+            "answer_key": "gold",
+        },
+    }
+    settings = {
+        "model": {"path": str(MODELS / "tiny-agent")},
+        "data": {"train": {"sources": sources}, "shuffle": False},
+        "rollout": {"max_tokens": 8, "prompts_per_step": 2},
+        "label": {"prompts": 2},
+        "run_dir": single.run_dir,
+    }
+    return load_config(settings, ["model.random_init=true", *overrides])
+
+
+def test_conversation_is_in_the_column_of_its_source(tmp_path: Path) -> None:
+    config = mixed_config(tmp_path)
+    for source, prompt_key in (("texts", None), ("chats", "chat")):
+        dataset, key = label_data(config, source)
+        assert key == f"data.train.sources.{source}" and dataset.prompt_key == prompt_key
+    tokenizer = load_tokenizer(config.model)
+    spec = load_spec(config.model.path)
+    prompts = labelled_prompts(config, tokenizer, spec)
+
+    async def rollout(prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        return Group(prompt, [Sample([5], [0.0], [0], text, 0.0, "stop") for text in "12"])
+
+    async def one(request) -> Score:
+        return by_length(request)
+
+    labeller = Labeller(config, 32, tokenizer, rollout, Sampling(8), Scoring(one))
+    labels = [asyncio.run(labeller.label(prompts[i], prompts.sources[i])) for i in range(2)]
+    assert [label.prompt for label in labels] == ["0+1=", [{"role": "user", "content": "2+2="}]]
+
+
+def test_labels_go_on_only_with_the_same_mixture(tmp_path: Path) -> None:
+    """Numbers of prompts would mean other rows."""
+
+    def settings(config: RunConfig) -> dict[str, Any]:
+        plan = SimpleNamespace(config=config, weights_path="none", served=())
+        return state.settings_of(cast(RunPlan, plan))
+
+    before = settings(mixed_config(tmp_path))
+    assert settings(mixed_config(tmp_path, "max_steps=7")) == before
+    assert settings(mixed_config(tmp_path, "rollout.prompts_per_step=3")) != before
+    turned = mixed_config(tmp_path)
+    turned.data.train.sources = dict(reversed(turned.data.train.sources.items()))
+    assert settings(turned) != before
 
 
 def test_changed_rows_are_refused(tmp_path: Path) -> None:

@@ -166,17 +166,22 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "async.chunk_tokens=1024: must be below rollout.max_tokens=1024, or nothing is ever cut",
         ),
         (
-            "async.keep_kv_cache=true async.partial_rollout=retract",
+            "rollout.name=tool_calls async.keep_kv_cache=true async.partial_rollout=retract",
             "async.keep_kv_cache=true: must be false with async.partial_rollout=retract: only "
             "in_flight keeps keys and values at an update",
         ),
         (
-            "async.keep_kv_cache=true async.max_staleness=0",
+            "rollout.name=tool_calls async.keep_kv_cache=true async.max_staleness=0",
             "async.keep_kv_cache=true: must be false where no episode goes on through an update: "
             "async.capacity or async.max_staleness is 0",
         ),
         (
-            "async.keep_kv_cache=true deterministic=true",
+            "async.keep_kv_cache=true",
+            "async.keep_kv_cache=true: must be false with rollout.name=single_turn, whose episodes "
+            "have no later turns",
+        ),
+        (
+            "rollout.name=tool_calls async.keep_kv_cache=true deterministic=true",
             "async.keep_kv_cache=true: must be false with deterministic=true, which has no prefix "
             "cache",
         ),

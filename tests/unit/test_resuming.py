@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.errors import ConfigError
+from megarl.config.keys import settings
 from megarl.config.load import dump_config, load_config
 from megarl.data.check import check_data, digests_of
 from megarl.data.contents import contents_of
@@ -23,8 +24,10 @@ from megarl.launch import inputs
 from megarl.launch.commands import best_step
 from megarl.launch.resuming import check_resume_point, latest_checkpoint, linked_checkpoint
 from megarl.plan.checkpoints import (
+    FIXED_KEYS,
     FORMAT,
     INDEX_FILE,
+    SCORING_KEYS,
     Index,
     check_names,
     check_resume,
@@ -35,6 +38,7 @@ from megarl.plan.checkpoints import (
     small_file,
 )
 from megarl.plan.resolve import resolve
+from megarl.roles.plan import ENGINE_KEYS
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -167,6 +171,27 @@ def test_scoring_settings_are_fixed_unless_accepted(tmp_path: Path) -> None:
     assert not [
         problem for problem in check_resume(accepted) if problem.startswith("rollout.args=")
     ]
+
+
+def test_order_of_the_sources_is_fixed(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    sources = [f"data.train.sources.{name}.source={rows}" for name in ("zeros", "ones")]
+    arguments = begun_with(tmp_path, "2024-07-26", "data.train.source=sources", *sources)
+    config = load_config(arguments[0], arguments[1:])
+    assert not [*check_resume(config)]
+    config.data.train.sources = dict(reversed(config.data.train.sources.items()))
+    assert [*check_resume(config)] == [
+        f"data.train.sources: ones, zeros: the run in run_dir={tmp_path} began with the order "
+        "zeros, ones, which decides the prompts; keep that, or use another run_dir"
+    ]
+
+
+def test_every_setting_of_a_score_by_a_model_is_fixed() -> None:
+    """All but those of engines and answers' lengths, and those of other roles."""
+    free = {"sft", "weight", "temperature", "max_tokens", "chat_template.date", *ENGINE_KEYS}
+    compared = {*FIXED_KEYS, *SCORING_KEYS}
+    keys = {key for key in settings() if key.startswith("roles.NAME.")}
+    assert {key for key in keys if key.removeprefix("roles.NAME.") not in free} <= compared
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x00", b"garbage"])

@@ -26,6 +26,7 @@ from megarl.config.tasks import task_of, tasks_of, with_source_keys
 from megarl.data.datasets import answers_of
 from megarl.data.rows import held_out, held_out_sampling, stops_on_text
 from megarl.plan.checkpoints import FIXED_KEYS
+from megarl.rewards.credit import fraction_without_signal
 from megarl.rewards.score import all_parts, failed_source, parts_in_evaluation, parts_of_source
 from megarl.rollouts.channel import judged, pack
 from megarl.rollouts.environments.loading import check_rollout
@@ -67,6 +68,11 @@ def test_source_inherits_what_it_leaves_out() -> None:
     assert [*task_of(config, "game").reward.parts] == ["number"]
     assert config.reward.parts and config.rollout.max_tokens == 16, "the run's own are as before"
     assert load_config(read_yaml(dump_config(config))) == config
+
+
+def test_removed_parts_leave_the_reward_of_the_run() -> None:
+    config = config_of(a={"source": "x", "reward": {"parts": {"mine": None}}})
+    assert task_of(config, "a") is config
 
 
 def test_arguments_of_another_rollout_are_not_inherited() -> None:
@@ -150,6 +156,15 @@ MIXED = (
         (["algorithm.name=ppo", f"{CODE}.rollout.name=program"],
          f"algorithm.name=ppo: needs episodes of one sequence; those of {CODE}.rollout.name=program "
          "may have branches (docs/agents.md)"),
+        (["eval.suites.held.source=synthetic:chain", "eval.suites.held.task=code",
+          "eval.win_rate=last_number", f"{CODE}.rollout.name=verifiers"],
+         f"eval.win_rate=last_number: must be null with {CODE}.rollout.name=verifiers, whose rows "
+         "have no reference answers"),
+        (["data.eval=null", "eval.suites.known.benchmark=gsm8k", "eval.win_rate=last_number"],
+         "eval.win_rate=last_number: needs held-out prompts of no benchmark: set data.eval.source"),
+        (["async.idle=samples", f"{CODE}.rollout.name=program"],
+         f"async.idle=samples: must be off with {CODE}.rollout.name=program: its episodes may begin "
+         "with different tokens"),
         ([f"{CODE}.rollout.name=verifiers", f"{CODE}.reward.name=last_number"],
          f"{CODE}.reward.name=last_number: must be left out with {CODE}.rollout.name=verifiers: "
          "the environment has a reward of its own"),
@@ -263,6 +278,16 @@ def test_signal_of_a_prompt_is_that_of_its_source() -> None:
     equal = [sample(-1.0), sample(1.0, "length")]
     dropped = [judged(pack(group_of(name, 0, *equal)), config).dropped for name in SOURCES]
     assert dropped == [False, True, False]
+
+
+def test_signals_of_turns_are_those_of_their_source() -> None:
+    """Equal rewards of which one response is cut, as in the metric zero_advantage_fraction."""
+    equal = [sample(1.0, "length"), sample(1.0)]
+    groups = batch_of([group_of(name, 0, *equal) for name in SOURCES]).groups
+    config = config_of("algorithm.credit=returns")
+    assert fraction_without_signal(groups, config) == pytest.approx(2 / 3), (
+        "code alone has a penalty"
+    )
 
 
 @pytest.mark.parametrize("rule", ["mean", "batch_normalized"])

@@ -64,6 +64,7 @@ def with_stream(
     start=GenerateFrom(0, []),
     judge=lambda group: group,
     further=None,
+    max_staleness=None,
 ):
     async def run():
         background = Background()
@@ -74,7 +75,14 @@ def with_stream(
             prompts_per_step=2, run_ahead=run_ahead, max_in_flight=max_in_flight, end=12
         )
         stream = RolloutStream(
-            admission, rollouts, channel, background, pulse, judge, further=further
+            admission,
+            rollouts,
+            channel,
+            background,
+            pulse,
+            judge,
+            further=further,
+            max_staleness=max_staleness,
         )
 
         async def main():
@@ -270,3 +278,29 @@ def test_further_samples_end_when_an_update_begins():
         assert [group.ordinal for group in channel.ready] == [0, 1, 2, 3]
 
     with_stream(body, further=further)
+
+
+def test_prompt_that_the_trainer_waits_for_is_sent_at_once():
+    """It is due: it would be too old for the batch after the next."""
+
+    async def further(group, is_idle, pulse):
+        await pulse.until(lambda: not is_idle())
+        return group
+
+    async def body(stream, channel, rollouts):
+        stream.put_version(0)
+        await settle()
+        for ordinal in (0, 1):
+            rollouts.finish(ordinal)
+            await settle()
+        stream.put_version(1)
+        await settle()
+        for ordinal in (3, 4):
+            rollouts.finish(ordinal)
+            await settle()
+        assert [group.ordinal for group in channel.ready] == [0, 1, 3, 4]
+        rollouts.finish(2)
+        await settle()
+        assert [group.ordinal for group in channel.ready] == [0, 1, 3, 4, 2]
+
+    with_stream(body, max_in_flight=6, further=further, max_staleness=1)
