@@ -1480,7 +1480,8 @@ class LabelConfig:
     )
     held_out: int = setting(
         0,
-        "pairs of the first so many prompts go to held_out.jsonl, for reward_model.eval.source",
+        "this many prompts, the first ones, give held-out pairs: held_out.jsonl has them, for "
+        "reward_model.eval.source",
         at_least(0),
     )
     n: int = setting(

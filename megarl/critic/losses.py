@@ -19,7 +19,7 @@ class Truncation(NamedTuple):
     c_bar: float  # of the weight of later errors: sets the variance
 
 
-class Estimate(NamedTuple):
+class TokenEstimates(NamedTuple):
     advantages: np.ndarray  # [T] float64
     returns: np.ndarray  # [T] float64, the targets of the values
 
@@ -58,7 +58,7 @@ class Gae:
         rewards: Sequence[np.ndarray],
         values: Sequence[np.ndarray],
         ratios: Sequence[np.ndarray] = (),
-    ) -> list[Estimate]:
+    ) -> list[TokenEstimates]:
         """For each response, from its tokens' rewards [T], values [T] and, with `truncation`,
         ratios [T].
         """
@@ -80,7 +80,7 @@ class Gae:
         results = []
         for row, length in enumerate(lengths):
             returns = correction[row, :length] + value[row, :length]
-            results.append(Estimate(advantage[row, :length], returns))
+            results.append(TokenEstimates(advantage[row, :length], returns))
         return results
 
 

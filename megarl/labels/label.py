@@ -43,7 +43,7 @@ from megarl.rollouts.rollout import (
     train_sampling,
 )
 
-JUDGED_SAMPLES = 64  # so many are scored before too many failures end the command
+JUDGED_SAMPLES = 64  # the share of failed scores is taken of at least this many
 
 
 def given_sample(text: str, tokenizer: Tokenizer) -> Sample:

@@ -16,7 +16,7 @@ from megarl.rewards.score import trained_reward
 _ROUNDING = 1e-9  # relative difference below which turns have earned what the response has
 
 
-class Turn(NamedTuple):
+class ComparedTurn(NamedTuple):
     """A turn that is learned, and the value that it is compared by."""
 
     sample: int  # its place among the samples of the prompt
@@ -41,7 +41,7 @@ def trained_turns(samples: Sequence[SampleSummary], config: RunConfig) -> list[l
     return turns_of_samples
 
 
-def compared_turns(samples: Sequence[SampleSummary], config: RunConfig) -> list[list[Turn]]:
+def compared_turns(samples: Sequence[SampleSummary], config: RunConfig) -> list[list[ComparedTurn]]:
     """The sets of a prompt's turns that are compared with each other, each in the samples' order.
 
     With credit=returns, the turns with the same number k, by their returns: the sum over the turn
@@ -49,14 +49,14 @@ def compared_turns(samples: Sequence[SampleSummary], config: RunConfig) -> list[
     by their rewards. A turn that several branches share counts once, in the first of them.
     """
     credit = config.algorithm.credit
-    sets: dict[int, list[Turn]] = {}
+    sets: dict[int, list[ComparedTurn]] = {}
     for place, turns in enumerate(trained_turns(samples, config)):
         values = [turn.reward for turn in turns]
         if credit != PROCESS:
             values = returns(values, turn_gamma(config.algorithm))
         for number in range(samples[place].shared_turns, len(turns)):
             compared_set = sets.setdefault(0 if credit == PROCESS else number, [])
-            compared_set.append(Turn(place, number, values[number]))
+            compared_set.append(ComparedTurn(place, number, values[number]))
     return list(sets.values())
 
 

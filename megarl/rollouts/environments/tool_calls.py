@@ -20,7 +20,7 @@ from megarl.rewards.score import score_of
 from megarl.rollouts.environments.base import RolloutContext, ToolError, Transcript
 
 
-class _Answer(NamedTuple):
+class _ToolAnswer(NamedTuple):
     text: str
     is_error: bool = False
     reward: float = 0.0  # of the turn that made the call
@@ -112,7 +112,7 @@ class ToolCalls:
                 break
         return transcript.sample(0.0, tool_calls=calls, tool_errors=errors)
 
-    async def _answer(self, context: RolloutContext, turn_ids: Sequence[int]) -> _Answer:
+    async def _answer(self, context: RolloutContext, turn_ids: Sequence[int]) -> _ToolAnswer:
         """The answer to the call at the end of a turn."""
         try:
             if self._open not in turn_ids:
@@ -120,10 +120,10 @@ class ToolCalls:
             start = len(turn_ids) - turn_ids[::-1].index(self._open)
             result = await self._run(context, self._tokenizer.decode(turn_ids[start:]))
         except ToolError as error:
-            return _Answer(f"error: {error}", is_error=True)
+            return _ToolAnswer(f"error: {error}", is_error=True)
         if isinstance(result, dict) and set(result) == {"result", "reward"}:
-            return _Answer(str(result["result"]), reward=score_of(result["reward"]).reward)
-        return _Answer(str(result))
+            return _ToolAnswer(str(result["result"]), reward=score_of(result["reward"]).reward)
+        return _ToolAnswer(str(result))
 
     async def _run(self, context: RolloutContext, argument: str) -> Any:
         if not is_async(self._tool):
