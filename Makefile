@@ -61,10 +61,10 @@ KIT_ENGINE := sglang annotated-types apache-tvm-ffi cffi compressed-tensors dill
     starlette traitlets typing-inspection uvicorn watchfiles xgrammar
 gpu-kit:
 	@for python in .venv/bin/python $(PYTHONS); do
-	    if "$$python" -m pip --version >/dev/null 2>&1; then break; else python=; fi
+	    if "$$python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then break; else python=; fi
 	done
 	if [ -z "$$python" ]; then
-	    echo "gpu-kit: needs a Python with pip, found none among: .venv/bin/python $(PYTHONS)" >&2
+	    echo "gpu-kit: needs Python 3.12 with pip, found none among: .venv/bin/python $(PYTHONS)" >&2
 	    exit 1
 	fi
 	rm -rf $(KIT) build  # leftovers of an earlier build would go into the wheel

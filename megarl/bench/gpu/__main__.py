@@ -147,7 +147,7 @@ class KitPart:
 # In the order of their worth, since all of them together end after TOTAL_S.
 PARTS = {
     "environment": KitPart("Environment", "megarl.bench.gpu.environment:run", 60),
-    "loop": KitPart("A run, bf16 engine", "megarl.bench.gpu.loop:run", 170, ("bf16",)),
+    "loop": KitPart("A run, bf16 engine", "megarl.bench.gpu.loop:run", 240, ("bf16",)),
     "writes": KitPart(
         "Direct writes between two processes", "megarl.bench.gpu.writes:run", 40, ("unquantised",)
     ),
@@ -180,7 +180,7 @@ def main() -> int:
         "--output",
         metavar="DIR",
         default="runs/gpu",
-        help="folder of gpu.json and gpu.md; default: runs/gpu",
+        help="folder of gpu.json, gpu.md and the parts' logs; default: runs/gpu",
     )
     parser.add_argument(
         "--parts",
@@ -197,6 +197,7 @@ def main() -> int:
     parser.add_argument("--one", metavar="ROWS", help=argparse.SUPPRESS)
     # of a part's own process, in seconds
     parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
+    parser.add_argument("--logs", type=Path, help=argparse.SUPPRESS)  # of a part's own process
     parser.add_argument("program", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -205,6 +206,7 @@ def main() -> int:
             rehearse=options.rehearse,
             rows=Path(options.one),
             deadline_s=options.deadline,
+            logs=options.logs,
         )
     names = [name.strip() for name in options.parts.split(",") if name.strip()]
     unknown_names = [name for name in names if name not in PARTS]
@@ -231,7 +233,9 @@ def main() -> int:
         print(f"{PARTS[name].title} …", end=" ", flush=True)
         slower = REHEARSED_SLOWER if options.rehearse else 1
         remaining_s = started_s + slower * TOTAL_S - time.monotonic()
-        result = {"title": PARTS[name].title} | supervise(name, options.rehearse, remaining_s)
+        result = {"title": PARTS[name].title} | supervise(
+            name, options.rehearse, remaining_s, logs=output / "logs" / name
+        )
         report["parts"][name] = result
         report["seconds"] = round(time.monotonic() - started_s, 1)
         outcome = f"{result['status']} in {result['seconds']:.0f} s"
@@ -260,8 +264,10 @@ def without_gpu() -> str:
     return ""
 
 
-def supervise(name: str, rehearse: bool, remaining_s: float = TOTAL_S) -> dict[str, Any]:
-    """Runs one part in its own process group, within `remaining_s`.
+def supervise(
+    name: str, rehearse: bool, remaining_s: float = TOTAL_S, *, logs: Path
+) -> dict[str, Any]:
+    """Runs one part in its own process group, within `remaining_s`. Its logs go to `logs`.
 
     Returns its rows and how it ended.
     """
@@ -277,7 +283,8 @@ def supervise(name: str, rehearse: bool, remaining_s: float = TOTAL_S) -> dict[s
         }
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:
         rows_file = Path(folder) / "rows.jsonl"
-        log = Path(folder) / "log"
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / "part.log"
         command = [
             sys.executable,
             "-P",
@@ -287,6 +294,8 @@ def supervise(name: str, rehearse: bool, remaining_s: float = TOTAL_S) -> dict[s
             str(rows_file),
             "--deadline",
             str(deadline_s),
+            "--logs",
+            str(logs.resolve()),
         ]
         command += [part.program, *part.arguments]
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
@@ -344,7 +353,14 @@ def supervise(name: str, rehearse: bool, remaining_s: float = TOTAL_S) -> dict[s
     }
 
 
-def run_part(program: str, *arguments: str, rehearse: bool, rows: Path, deadline_s: float) -> int:
+def run_part(
+    program: str,
+    *arguments: str,
+    rehearse: bool,
+    rows: Path,
+    deadline_s: float,
+    logs: Path | None,
+) -> int:
     import torch
 
     from megarl.bench.gpu.measure import Bench
@@ -359,7 +375,9 @@ def run_part(program: str, *arguments: str, rehearse: bool, rows: Path, deadline
         device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
         if not rehearse:
             torch.cuda.set_device(device)
-        pkgutil.resolve_name(program)(Bench(device, rehearse, emit, deadline_s), *arguments)
+        pkgutil.resolve_name(program)(
+            Bench(device, rehearse, emit, deadline_s, logs=logs), *arguments
+        )
     return 0
 
 

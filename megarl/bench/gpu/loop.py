@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,7 +156,10 @@ def run(bench: Bench, name: str) -> None:
         path.write_text(json.dumps(settings), encoding="utf-8")
         planned = plan(path)
         card = CardMemory(bench)
-        problem = train(bench, loop, path, card)
+        try:
+            problem = train(bench, loop, path, card)
+        finally:
+            keep_logs(bench, path.parent)
         rows = metrics(path.parent / "run")
         report(bench, loop, rows, planned)
         card.report(planned)
@@ -309,6 +313,16 @@ def train(bench: Bench, loop: LoopCase, path: Path, card: CardMemory) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def keep_logs(bench: Bench, folder: Path) -> None:
+    """Copies the logs of a run in `folder`, which is deleted with the rest of it."""
+    if bench.logs is None:
+        return
+    bench.logs.mkdir(parents=True, exist_ok=True)
+    for log in (folder / "train.log", *sorted((folder / "run" / "logs").glob("*"))):
+        if log.is_file():
+            shutil.copy(log, bench.logs)
 
 
 def engine_of(launcher: int) -> int:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Bench:
     emit: Callable[[dict[str, Any]], None]
     deadline_s: float = math.inf  # the part is ended so long after `started_s`
     started_s: float = field(default_factory=time.monotonic)
+    logs: Path | None = None  # where a part leaves the logs of programs that it starts
 
     def row(self, what: str, **values: Any) -> None:
         self.emit({"what": what, **values})
