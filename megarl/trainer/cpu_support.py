@@ -284,7 +284,7 @@ def _patch_type_checks() -> None:
         owner = getattr(sys.modules[f"megatron.core.{module_name}"], class_name)
         setattr(owner, method, _with_cuda_type_names(getattr(owner, method)))
     original = sys.modules["megatron.core.optimizer.clip_grads"].clip_grad_by_total_norm_fp32
-    _replace_everywhere(original, _with_cuda_type_names(original))
+    replace_everywhere(original, _with_cuda_type_names(original))
 
 
 def _host_copies(
@@ -326,7 +326,7 @@ def _patch_experts() -> None:
             return tensor.numpy()
         return tensor
 
-    _replace_everywhere(original, maybe_move_tensor_to_cpu)
+    replace_everywhere(original, maybe_move_tensor_to_cpu)
     mappings = _module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = gather_uneven(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven(
@@ -344,52 +344,8 @@ def _patch_gated_delta_nets() -> None:
     gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
 
 
-@functools.lru_cache(maxsize=64)
-def rotary_positions(boundaries: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """[t / cp_size] int64: the place within its sequence of each token of a packed row, as context
-    rank `cp_rank` holds them.
-
-    Sequences begin and end at `boundaries`. A rank has chunks `cp_rank` and `2 * cp_size - 1 -
-    cp_rank` of each (rope_utils.py:149).
-    """
-    lengths = torch.tensor(boundaries).diff()
-    places = torch.arange(boundaries[-1]) - torch.tensor(boundaries[:-1]).repeat_interleave(lengths)
-    if cp_size == 1:
-        return places
-    chunks = places // (lengths // (2 * cp_size)).repeat_interleave(lengths)
-    return places[(chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)]
-
-
-def rotate_packed(
-    t: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    freqs: torch.Tensor,
-    *,
-    cp_group: dist.ProcessGroup,
-    **settings: Any,
-) -> torch.Tensor:
-    """Replaces megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd: the
-    same values in one call. Megatron rotates packed sequences one after the other, in every layer;
-    many short sequences then take longer to rotate than to attend.
-
-    t [t, h, d], rotated by freqs [length of the longest sequence, 1, 1, d] -> [t, h, d].
-    """
-    positions = rotary_positions(
-        boundaries=tuple(cu_seqlens.tolist()),
-        cp_size=cp_group.size(),
-        cp_rank=cp_group.rank(),
-    )
-    rope = _module("megatron.core.models.common.embeddings.rope_utils")
-    return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **settings).squeeze(1)
-
-
-def _patch_rotary_embedding() -> None:
-    rope = _module("megatron.core.models.common.embeddings.rope_utils")
-    _replace_everywhere(rope._apply_rotary_pos_emb_thd, rotate_packed)
-
-
-def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Replaces a function also in the modules that imported it by name."""
+def replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Replaces a function of Megatron also in its modules that imported it by name."""
     for module in _megatron_modules():
         if module.__dict__.get(original.__name__) is original:
             setattr(module, original.__name__, replacement)
@@ -476,7 +432,6 @@ def install() -> None:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_random()
     _patch_experts()
-    _patch_rotary_embedding()
     _patch_gated_delta_nets()
     _patch_type_checks()
     _patch_offloading()

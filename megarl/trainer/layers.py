@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import (
@@ -30,10 +32,62 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megarl.models.routing import RoutingFormat
-from megarl.trainer.cpu_support import layer_spec
+from megarl.trainer.cpu_support import layer_spec, replace_everywhere
 from megarl.trainer.distributed import to_device
 from megarl.trainer.microbatch import MicroBatch
 from megarl.trainer.parallel import context_group, tensor_group
+
+
+@lru_cache(maxsize=64)
+def rotary_positions(
+    boundaries: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device
+) -> torch.Tensor:
+    """[t / cp_size] int64: the place within its sequence of each token of a packed row, as context
+    rank `cp_rank` has them.
+
+    Sequences begin and end at `boundaries`. A rank has chunks `cp_rank` and `2 * cp_size - 1 -
+    cp_rank` of each (rope_utils.py:149).
+    """
+    lengths = torch.tensor(boundaries).diff()
+    places = torch.arange(boundaries[-1]) - torch.tensor(boundaries[:-1]).repeat_interleave(lengths)
+    if cp_size > 1:
+        chunks = places // (lengths // (2 * cp_size)).repeat_interleave(lengths)
+        places = places[(chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)]
+    return to_device(places, device)
+
+
+def rotate_packed(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    *,
+    cp_group: dist.ProcessGroup,
+    **settings: Any,
+) -> torch.Tensor:
+    """Replaces megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd: the
+    same values in one call.
+
+    Megatron rotates packed sequences one after the other, in every layer. Many short sequences then
+    take longer to rotate than to attend; on a GPU, which starts a dozen kernels for each, several
+    times as long as all the rest.
+
+    t [t, h, d], rotated by freqs [length of the longest sequence, 1, 1, d] -> [t, h, d].
+    """
+    positions = rotary_positions(
+        boundaries=tuple(cu_seqlens.tolist()),
+        cp_size=cp_group.size(),
+        cp_rank=cp_group.rank(),
+        device=freqs.device,
+    )
+    return rope_utils._apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1), freqs[positions], **settings
+    ).squeeze(1)
+
+
+def rotate_packed_sequences_at_once() -> None:
+    """Makes Megatron call `rotate_packed`. Repeated calls do nothing."""
+    if rope_utils._apply_rotary_pos_emb_thd is not rotate_packed:
+        replace_everywhere(rope_utils._apply_rotary_pos_emb_thd, rotate_packed)
 
 
 def held_positions(boundaries: Sequence[int], ranks: int, rank: int) -> torch.Tensor:

@@ -653,6 +653,7 @@ class MegatronModel:
             )
         refuse_corruption()
         check_transformer_engine(spec, trainer)
+        layers.rotate_packed_sequences_at_once()
         if dist.get_world_size() != topology.world_size:
             raise RuntimeError(
                 f"the trainer's topology has {topology.world_size} ranks, torch.distributed has "

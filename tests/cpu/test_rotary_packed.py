@@ -38,6 +38,9 @@ def test_rotation_of_packed_sequences_is_bit_equal() -> None:
 def compare(cp_size: int, cp_rank: int) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
+    from megarl.trainer import layers
+
+    layers.rotate_packed_sequences_at_once()
     frequencies = torch.rand(max(LENGTHS), 1, 1, 6)
     boundaries = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0)
 
@@ -66,7 +69,7 @@ def compare(cp_size: int, cp_rank: int) -> None:
             t, boundaries, frequencies, mscale=1.25, cp_group=group
         )
 
-    assert rope_utils._apply_rotary_pos_emb_thd is cpu_support.rotate_packed
+    assert rope_utils._apply_rotary_pos_emb_thd is layers.rotate_packed
     t = torch.randn(sum(LENGTHS) // cp_size, 3, 8, requires_grad=True)
     gradient = torch.randn_like(t)
     (expected_gradient,) = torch.autograd.grad(one_by_one(t), t, gradient)

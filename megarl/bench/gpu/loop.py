@@ -316,11 +316,12 @@ def train(bench: Bench, loop: LoopCase, path: Path, card: CardMemory) -> str:
 
 
 def keep_logs(bench: Bench, folder: Path) -> None:
-    """Copies the logs of a run in `folder`, which is deleted with the rest of it."""
+    """Copies the logs and metrics of a run in `folder`, which is deleted with the rest of it."""
     if bench.logs is None:
         return
     bench.logs.mkdir(parents=True, exist_ok=True)
-    for log in (folder / "train.log", *sorted((folder / "run" / "logs").glob("*"))):
+    run_dir = folder / "run"
+    for log in (folder / "train.log", run_dir / "metrics.jsonl", *(run_dir / "logs").glob("*")):
         if log.is_file():
             shutil.copy(log, bench.logs)
 
