@@ -39,7 +39,9 @@ DEEPSEEK = [
 NO_WAIT = ("asynchronous copy to the GPU", "asynchronous copy to the host")
 
 DISPATCH = "megatron/core/transformer/moe/token_dispatcher.py"
-ROPE = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
+ROPE = "megarl/trainer/layers.py:rotate_packed"
+# A model with experts replays the engines' routing, and counts what it replayed.
+OF_REPLAY = {("tolist", "megarl/trainer/layers.py:metrics"): 1}
 
 # The waits of a step of one layer, and its copies without pinned memory, by kind and innermost
 # function of MegaRL, Megatron or Transformer Engine. Only the last stage has sums and rows. A dense
@@ -60,14 +62,13 @@ OF_A_FIRST_STAGE = {
 PIPELINE = ["trainer.zero=1", "trainer.pp=14", "trainer.dp=4"]
 OF_A_LAST_STAGE = OF_A_FIRST_STAGE | {("tolist", "megarl/trainer/parallel.py:global_sums"): 1}
 # A layer of experts reads how many tokens each rank gets: twice a microbatch if it is recomputed.
-OF_EXPERTS = {("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4}
-# A layer of latent attention: its rotary embedding reads the boundaries of sequences twice for
-# queries and twice for keys.
-OF_LATENT_ATTENTION = {("item", ROPE): 8, ("tolist", ROPE): 8}
+OF_EXPERTS = OF_REPLAY | {("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4}
+# A layer of latent attention: its rotary embedding reads the boundaries of sequences for queries
+# and for keys.
+OF_LATENT_ATTENTION = {("tolist", ROPE): 8}
 # A layer of gpt-oss, two microbatches: the experts' reads; and YaRN's rotary embedding, which is
 # not fused, reads the boundaries of sequences.
-OF_GPT_OSS = {
-    ("item", ROPE): 8,
+OF_GPT_OSS = OF_REPLAY | {
     ("tolist", ROPE): 8,
     ("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4,
 }
@@ -75,7 +76,7 @@ OF_GPT_OSS = {
 # net Megatron compares and reads the boundaries.
 DELTA_NET = "megatron/core/ssm/gated_delta_net/gdn.py:forward"
 BOUNDARIES = "megatron/core/ssm/gated_delta_net/common.py:_resolve_cu_seqlens"
-OF_DELTA_NETS = {
+OF_DELTA_NETS = OF_REPLAY | {
     ("blocking copy to the GPU", DELTA_NET): 4, ("equal", DELTA_NET): 12, ("tolist", DELTA_NET): 4,
     ("copy to the host", BOUNDARIES): 24, ("item", BOUNDARIES): 24,
     ("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 16,

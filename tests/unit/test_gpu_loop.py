@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,3 +88,21 @@ def test_run_that_ended_before_a_step_reports_that():
 def test_reward_is_the_share_of_even_ids():
     assert even_ids([2, 4, 6, 7]) == 0.75
     assert even_ids([]) == 0.0
+
+
+@pytest.mark.parametrize("decode, failure", [(True, ""), (False, "the other way of decoding")])
+def test_graphs_are_counted_in_lines_of_decoding(tmp_path: Path, decode: bool, failure: str):
+    emitted: list[dict[str, Any]] = []
+    bench = Bench(torch.device("cuda"), toy=False, emit=emitted.append)
+    case = loop.LoopCase(8, None, "in_flight", graphs=True)
+    log = tmp_path / "logs" / "engine.0.log"
+    log.parent.mkdir()
+    log.write_text(
+        "Prefill batch, #new-seq: 8, cuda graph: False, input throughput (token/s): 9.1\n"
+        f"Decode batch, #running-req: 8, cuda graph: {decode}, gen throughput (token/s): 9.1\n"
+    )
+    loop.graphs(bench, case, tmp_path)
+    (row,) = emitted
+    assert (row["measured"], row["planned"]) == (int(decode), 1)
+    assert failure in row.get("failed", "")
+    assert bool(failure) == ("failed" in row)

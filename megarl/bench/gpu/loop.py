@@ -460,7 +460,8 @@ def graphs(bench: Bench, loop: LoopCase, run_dir: Path) -> None:
     shown = []
     for path in sorted((run_dir / "logs").glob("*engine*")):
         text = path.read_text(errors="replace", encoding="utf-8")
-        shown += re.findall(r"cuda graph: (True|False)", text)
+        # lines of prefills, which have no graphs here, name the same setting
+        shown += re.findall(r"Decode batch.*cuda graph: (True|False)", text)
     row: dict[str, Any] = {
         "what": "decoding batches in the engine's log with CUDA graphs",
         "measured": shown.count("True"),
