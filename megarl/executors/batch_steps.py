@@ -120,14 +120,15 @@ class BatchSteps:
         if self.idle:
             # those of the first epoch, since every rank has its share of each
             one_pass = parts[: self.config.trainer.minibatches]
-            position = self.trainer.learning_rate.position
+            learning_rate = self.trainer.learning_rate
+            position = learning_rate.position
             for _ in self.idle.passes(
                 batch.step, lambda: self._effective_size(one_pass, sequences)
             ):
                 for minibatch in one_pass:
                     results.append(self._step(minibatch, sequences, advantages, frozen, keep))
                 # the schedule goes by planned steps
-                self.trainer.learning_rate.seek(position)
+                learning_rate.seek(position, learning_rate.steps)
         return results
 
     def _effective_size(self, parts: Sequence[MiniBatch], sequences: Sequences) -> float:

@@ -493,6 +493,7 @@ class _Part:
         place = {
             "topology": dataclasses.asdict(trainer.topology),
             "position": trainer.learning_rate.position,
+            "steps": trainer.learning_rate.steps,
             "base": trainer.base,
         }
         self._state = json.dumps({**place, "state": state}).encode()
@@ -573,8 +574,9 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
                 f". Its adapters belong to the weights that were in {saved_state['base']}; {now}"
             )
         raise unusable(folder, f"once loaded, it is not what was saved: {problem}")
-    set_steps_made(trainer.optimizer, saved_state["position"])
-    trainer.learning_rate.seek(saved_state["position"])
+    steps = saved_state.get("steps", saved_state["position"])  # of earlier releases: as many
+    set_steps_made(trainer.optimizer, steps)
+    trainer.learning_rate.seek(saved_state["position"], steps)
     return saved_state["state"]
 
 
@@ -611,8 +613,8 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
 
 
 def _check_between_steps(trainer: MegatronTrainer) -> None:
-    """Raises RuntimeError if the model differs from its rounded master weights, or if optimizer and
-    schedule have made different steps.
+    """Raises RuntimeError if the model differs from its rounded master weights, or if the optimizer
+    has made other steps than were begun.
     """
     names = {parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()}
     for shard in optimizer_shards(trainer.optimizer, trainer.live_weights):
@@ -626,11 +628,10 @@ def _check_between_steps(trainer: MegatronTrainer) -> None:
                 "weight, rounded"
             )
     steps = steps_made(trainer.optimizer)
-    position = trainer.learning_rate.position
-    if steps - {position}:
+    begun = trainer.learning_rate.steps
+    if steps - {begun}:
         raise RuntimeError(
-            f"nothing is saved: the optimizer has made {sorted(steps)} steps, the schedule "
-            f"{position}"
+            f"nothing is saved: the optimizer has made {sorted(steps)} steps, {begun} were begun"
         )
 
 

@@ -242,6 +242,8 @@ class LearningRate:
                 f"optimizer.schedule={config.schedule}: allowed are {', '.join(SCHEDULES)}"
             )
         self.optimizer = optimizer
+        # Optimizer steps that have begun: more than the schedule counts if some were not planned.
+        self.steps = 0
         min_lr = config.lr * config.min_lr_ratio if config.schedule != "constant" else 0.0
         for group in optimizer.param_groups:  # each group has the bounds with which it was made
             group["max_lr"] = config.lr
@@ -262,16 +264,19 @@ class LearningRate:
 
     @property
     def position(self) -> int:
-        """The number of optimizer steps that have begun."""
+        """The number of optimizer steps that the schedule counts."""
         return self.scheduler.num_steps
 
     def advance(self) -> float:
         """Sets and returns the rate of the next optimizer step. Call it before the step, so that
         the first step counts for the warm-up.
         """
+        self.steps += 1
         self.scheduler.step(1)
         return self.scheduler.get_lr(self.optimizer.param_groups[0])
 
-    def seek(self, position: int) -> None:
+    def seek(self, position: int, steps: int) -> None:
+        """Goes to a place of the schedule, after `steps` optimizer steps."""
+        self.steps = steps
         self.scheduler.num_steps = 0
         self.scheduler.step(position)

@@ -36,7 +36,8 @@ from megarl.reshard.layout import hf_layout
 from megarl.trainer import cpu_support
 
 WEIGHT, FIRST_MOMENT, SECOND_MOMENT = range(3)
-POSITION = 5  # optimizer steps in the saved state
+POSITION = 5  # of the schedule in the saved state
+STEPS = 7  # of the optimizer; more than planned
 DEADLINE_S = 60
 
 
@@ -155,8 +156,8 @@ def put(trainer: Any) -> None:
     for _, tensor, values in optimizer_tensors(trainer):
         tensor.copy_(values)
     for *_, state in optimizer_states(trainer):
-        state["step"].fill_(POSITION)
-    trainer.learning_rate.seek(POSITION)
+        state["step"].fill_(STEPS)
+    trainer.learning_rate.seek(POSITION, STEPS)
 
 
 def compare(trainer: Any) -> None:
@@ -179,8 +180,8 @@ def compare(trainer: Any) -> None:
             for chunk in trainer.ddp:
                 chunk.start_param_sync(force_sync=True)
         trainer.round_masters()
-    assert trainer.learning_rate.position == POSITION
-    assert all(state["step"].item() == POSITION for *_, state in optimizer_states(trainer))
+    assert (trainer.learning_rate.position, trainer.learning_rate.steps) == (POSITION, STEPS)
+    assert all(state["step"].item() == STEPS for *_, state in optimizer_states(trainer))
 
 
 def equal(tensor: torch.Tensor, values: torch.Tensor) -> bool:
