@@ -631,8 +631,8 @@ def unscored(config: RunConfig) -> bool:
 def sft(plan: RunPlan) -> None:
     """Runs the supervised warm start, which writes an HF checkpoint to `sft.output`.
 
-    Does nothing if there is one. With `sft.score_every`, the engines evaluate the weights between
-    parts of the warm start, in which nothing else runs, and at its end.
+    Does nothing if there is one that is evaluated. With `sft.score_every`, the engines evaluate the
+    weights between parts of the warm start, in which nothing else runs, and at its end.
     """
     config = plan.config
     run_dir = Path(config.run_dir) / "sft"
@@ -640,6 +640,8 @@ def sft(plan: RunPlan) -> None:
     if _is_warm(config):
         if node.is_head:
             _compare_warm_start(plan)
+        if _lacks_last_score(config):
+            _score(plan, config.sft.output, config.sft.steps)
         return
     if config.sft.score_every:
         resolve(config, "dry-run")  # what is wrong is told before the training
@@ -662,6 +664,16 @@ def _is_warm(config: RunConfig) -> bool:
     return (Path(config.sft.output) / "config.json").exists()
 
 
+def _lacks_last_score(config: RunConfig) -> bool:
+    """Whether this run's warm start was interrupted while its last weights were evaluated."""
+    run_dir = Path(config.run_dir) / "sft"
+    if not config.sft.score_every or not (run_dir / METRICS_FILE).exists():
+        return False
+    steps = [row["step"] for row in read_metrics(run_dir / METRICS_FILE)]
+    scored = [result["version"] for result in read_results(run_dir)]
+    return config.sft.steps - 1 in steps and config.sft.steps not in scored
+
+
 def _compare_warm_start(plan: RunPlan) -> None:
     """Says that there is a warm start. Raises ConfigError if it was made from other rows."""
     config = plan.config
@@ -674,7 +686,8 @@ def _compare_warm_start(plan: RunPlan) -> None:
     )
     for line in lines:
         print(line)
-    print(f"{config.sft.output} is there already: nothing to do. Remove it to train it again.")
+    state = "only its evaluation is missing" if _lacks_last_score(config) else "nothing to do"
+    print(f"{config.sft.output} is there already: {state}. Remove it to train it again.")
 
 
 def _warm_up(plan: RunPlan, node: Node, resume: Resume) -> None:
@@ -714,9 +727,9 @@ def _score(plan: RunPlan, folder: str, step: int) -> None:
         return
     print(scores)
     result = {key: value for key, value in scores.items() if key != "weights"}
-    write_result(run_dir, step, result)
     rows = {row["step"]: row for row in read_metrics(run_dir / METRICS_FILE)}
     change_rows(run_dir, {step - 1: rows[step - 1] | as_metrics({"version": step, **result})})
+    write_result(run_dir, step, result)  # last: it says that the evaluation is done
 
 
 def reward_model(plan: RunPlan) -> None:

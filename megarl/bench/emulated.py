@@ -118,8 +118,14 @@ class EmulatedEngine:
         for tokens, length, sampling in zip(inputs, lengths, samplings, strict=True):
             remaining.append(length - (len(tokens) - PROMPT_TOKENS))
             runs.append(self._submit(tokens, min(remaining[-1], sampling.max_tokens)))
-        await self._ended(runs)
-        self._runs.difference_update(runs)
+        try:
+            await self._ended(runs)
+        except asyncio.CancelledError:
+            self._drop(runs)
+            self._unfinished.pop(ordinal, None)
+            raise
+        finally:
+            self._runs.difference_update(runs)
         completions = list(map(self._completion, runs, remaining))
         unfinished = []
         for length, completion in zip(lengths, completions):
@@ -161,6 +167,19 @@ class EmulatedEngine:
         ends = [run.ends_s for run in self._runs if run.ends_s > clock]
         self._free_from = sorted([clock] * (self.slots - len(ends)) + ends)
         self._change()
+
+    def _drop(self, runs: Sequence[_Run]) -> None:
+        """Aborts runs that nobody waits for. Each frees its slot, unless another sequence has been
+        given the slot meanwhile, which then begins when it would have.
+        """
+        clock = self._clock()
+        for run in runs:
+            if run.ends_s > clock:
+                ended_s = run.ends_s
+                run.abort(clock, self.token_s)
+                if ended_s in self._free_from:
+                    self._free_from[self._free_from.index(ended_s)] = run.ends_s
+        heapq.heapify(self._free_from)
 
     async def close(self) -> None:
         """Nothing is open."""

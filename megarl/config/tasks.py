@@ -79,6 +79,21 @@ def tasks_of(config: RunConfig) -> dict[str, RunConfig]:
     return {name: task_of(config, name) for name in names or [""]}
 
 
+def alike_tasks(config: RunConfig) -> list[tuple[list[str], RunConfig]]:
+    """(names of sources, their task), for sources of training prompts whose tasks have the same
+    reward and the same rollouts.
+    """
+    alike: list[tuple[list[str], RunConfig]] = []
+    for source, task in tasks_of(config).items():
+        for names, other in alike:
+            if (other.reward, other.rollout) == (task.reward, task.rollout):
+                names.append(source)
+                break
+        else:
+            alike.append(([source], task))
+    return alike
+
+
 def played_tasks(config: RunConfig) -> dict[str, RunConfig]:
     """The tasks with rollouts of their own, by a source that has them: those of training prompts,
     and under the empty name the run's own, if a held-out set has that.

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import errno
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import msgspec
@@ -41,6 +43,7 @@ from megarl.models.routing import RoutingFormat
 # torch's function by its own, which then goes into pickles. SGLang accepts only torch's function.
 _TORCHS = b"ctorch.storage\n_load_from_bytes\n"
 _MEGATRONS = b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
+_GIVE_UP_S = 10.0  # deadline for telling an engine that nobody waits any more
 
 
 def tensor_payload(content: bytes) -> str:
@@ -117,6 +120,7 @@ class EngineClient:
         self._routing = routing
         self._vocab_size = vocab_size
         self._adapter = adapter
+        self._given_up: set[asyncio.Task[None]] = set()  # requests of which the engine is told now
         self._condemned = ""  # why this engine must not be used any more
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
@@ -156,12 +160,31 @@ class EngineClient:
 
         SGLang's prefix cache reuses keys and values only among requests of one `cache_key`. With
         the version of the weights at submission, those of older weights are never reused
-        (`KeptCache.key` has another). Either all of `samplings` are truncated, or none. Raises
-        EngineError, TimeoutError.
+        (`KeptCache.key` has another). Either all of `samplings` are truncated, or none. If it is
+        cancelled, or late, the engine drops the request at once. Raises EngineError, TimeoutError.
         """
         body = generation(inputs, samplings, cache_key, self._routing, self._adapter)
-        answer = await self._post("/generate", body, self._user, self._request_s)
+        body["rid"] = rids = [uuid4().hex for _ in inputs]
+        try:
+            answer = await self._post("/generate", body, self._user, self._request_s)
+        except (asyncio.CancelledError, TimeoutError):
+            self._give_up(rids)
+            raise
         return completions_of(self.url, answer, samplings, self._routing, self._vocab_size)
+
+    def _give_up(self, rids: Sequence[str]) -> None:
+        """Tells the engine, beside all else, that nobody waits for these requests.
+
+        Otherwise SGLang notices it some seconds later, and decodes on until then.
+        """
+        task = asyncio.ensure_future(self._abort(rids))
+        self._given_up.add(task)
+        task.add_done_callback(self._given_up.discard)
+
+    async def _abort(self, rids: Sequence[str]) -> None:
+        with contextlib.suppress(EngineError, TimeoutError):  # then SGLang notices by itself
+            for rid in rids:
+                await self._admin_call("/abort_request", {"rid": rid}, _GIVE_UP_S)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Returns [L - 1] for each sequence of L tokens: the log-probs of tokens 1 to L - 1, each
@@ -322,6 +345,9 @@ class EngineClient:
         await self._admin_call(path, body, timeout_s)
 
     async def close(self) -> None:
+        for task in self._given_up:
+            task.cancel()
+        await asyncio.gather(*self._given_up, return_exceptions=True)
         await self._session.close()
 
     async def _admin_call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:

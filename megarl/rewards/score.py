@@ -32,7 +32,14 @@ from megarl.base.rollout_types import (
 )
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import GRADERS, MAX_REWARD, RewardConfig, RolloutConfig, RunConfig
-from megarl.config.tasks import by_source, source_of, task_of, tasks_of, with_source_keys
+from megarl.config.tasks import (
+    alike_tasks,
+    by_source,
+    source_of,
+    task_of,
+    tasks_of,
+    with_source_keys,
+)
 
 CORRECT = 1.0  # the lowest reward that counts as right
 SCORE = "score"  # in a result with named parts, the key or field that is the reward
@@ -590,19 +597,22 @@ def failed_source(
     config: RunConfig, groups: Sequence[GroupSummary], teachers: Sequence[str] = ()
 ) -> str | None:
     """The reason why the run must stop, if too many scores or episodes of a source failed among
-    `groups` (`too_many_failures`, `too_many_failed_episodes`).
+    `groups` (`too_many_failures`, `too_many_failed_episodes`). Sources with the same reward and
+    rollouts are judged together.
     """
-    for source, task in tasks_of(config).items():
+    for names, task in alike_tasks(config):
         samples = []
         for group in groups:
-            if group.source == source:
+            if group.source in names:
                 samples += group.samples
-        parts = parts_of_source(config, source)
+        if not samples:
+            continue
+        parts = parts_of_source(config, names[0])
         problem = too_many_failures(task.reward, samples, parts, teachers)
         problem = problem or too_many_failed_episodes(task.rollout, samples)
         if problem:
-            prefix = f"data.train.sources.{source}: " if source else ""
-            return prefix + with_source_keys(problem, config, source)
+            prefix = f"data.train.sources.{', '.join(names)}: " if names[0] else ""
+            return prefix + with_source_keys(problem, config, names[0])
     return None
 
 

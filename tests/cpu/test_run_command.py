@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,13 @@ def test_engines_evaluate_a_warm_start_between_its_parts(tmp_path: Path) -> None
     ]
     weights = [tmp_path / name / "sft/hf/model.safetensors" for name in ("whole", "parts")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+    last = parts / "eval/version_000005.json"
+    result = json.loads(last.read_text())
+    last.unlink()  # as if the last evaluation had been interrupted
+    printed = succeed(arguments(tmp_path / "parts", "sft.score_every=2")).stdout
+    assert "is there already: only its evaluation is missing" in printed
+    again = json.loads(last.read_text())
+    assert again | {"seconds": 0} == result | {"seconds": 0}
+    printed = succeed(arguments(tmp_path / "parts", "sft.score_every=2")).stdout
+    assert "is there already: nothing to do" in printed

