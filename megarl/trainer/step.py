@@ -283,8 +283,7 @@ class MegatronTrainer(MegatronModel):
         grad_norm = float(grad_norm)
         if not math.isfinite(grad_norm):
             raise RuntimeError(
-                f"the gradient of step {self.learning_rate.steps} is not finite (norm "
-                f"{grad_norm})"
+                f"the gradient of step {self.learning_rate.steps} is not finite (norm {grad_norm})"
             )
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
         mean_loss = sums.pop("loss") / denominator
