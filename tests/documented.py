@@ -115,6 +115,7 @@ LONG = {
     "python configs/data/short_programs.py runs/sources-rows/programs.jsonl": "",
     "python configs/data/number_game.py runs/sources-rows": "",
     "megarl run configs/examples/sources.yaml": SHORT,
+    "megarl report runs/sources": "",
     "megarl sft configs/examples/agent.yaml": SHORT,
     "megarl train configs/examples/agent.yaml": SHORT,
     "megarl sft configs/examples/ppo.yaml": SHORT,

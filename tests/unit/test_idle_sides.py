@@ -263,13 +263,14 @@ class FakeTrainer:
 
     def __init__(self) -> None:
         self.learning_rate = self
-        self.position = 10
+        self.position = self.steps = 10
         self.drift = 0.0
         self.proximal: list[list | None] = []
         self.places: list[list[int]] = []
 
-    def seek(self, position: int) -> None:
+    def seek(self, position: int, steps: int) -> None:
         self.position = position
+        self.steps = steps
 
     def shares(self, sequences):
         return [list(range(len(sequences)))]
@@ -285,6 +286,7 @@ class FakeTrainer:
 
     def train_step(self, sequences, loss, denominator, *, proximal_logprobs, **_):
         self.position += 1
+        self.steps += 1
         self.drift += 1.0
         self.proximal.append(proximal_logprobs)
         self.places.append([int(row.token_ids[1]) for row in sequences])
@@ -318,6 +320,7 @@ def test_further_passes_repeat_the_mini_batches_at_their_rates():
     results = steps.train(batch_of(groups))
     assert [result.learning_rate for result in results] == [11, 12, 13, 14, 13, 14]
     assert trainer.position == 12, "the schedule goes by planned steps"
+    assert trainer.steps == 16, "the optimizer has made more"
     assert trainer.places == trainer.places[:2] * 3
     for proximal in trainer.proximal:
         assert all((row == -0.5).all() for row in proximal), "of the weights before the batch"

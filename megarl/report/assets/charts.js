@@ -9,6 +9,8 @@ function xOf(run) {
   return run.steps.map((step) => (last = Math.max(last, ends.get(step) ?? last)));
 }
 const DASHES = [undefined, [5, 4], [2, 3], [12, 4]]; // of the lines of one run in a chart
+const sampleOf = (color, dash) =>
+  dash ? `repeating-linear-gradient(90deg, ${color} 0 ${dash[0]}px, transparent ${dash[0]}px ${dash[0] + dash[1]}px)` : color;
 class Chart {
   // keys: [[metric, suffix of its name in the readout], …]
   constructor(title, why, keys, { log = false, derive = null, warms = false } = {}) {
@@ -79,11 +81,12 @@ class Chart {
         axis = byRun[line.run.index],
         place = this.keys.findIndex((k) => k[0] === line.key);
       const stroke = line.run.color,
-        style = { stroke, width: 1.6, dash: DASHES[place % DASHES.length], spanGaps: true, points: { show: few, size: 4, fill: stroke } };
+        dash = DASHES[place % DASHES.length],
+        style = { stroke, width: 1.6, dash, spanGaps: true, points: { show: few, size: 4, fill: stroke } };
       const values = this.log ? line.values.map((v) => (v > 0 ? v : null)) : line.values;
       tables.push([axis, values]);
       series.push(view.smoothing ? { ...style, alpha: 0.3, width: 1 } : style);
-      this.drawn.push({ ...line, at: series.length - 1 });
+      this.drawn.push({ ...line, dash, at: series.length - 1 });
       if (view.smoothing) {
         tables.push([axis, smooth(values, view.smoothing)]);
         series.push({ ...style, points: { show: false }, width: 2 });
@@ -222,7 +225,7 @@ class Chart {
         el(
           "span",
           { "data-run": String(line.run.index), "data-metric": line.key },
-          el("i", { style: `background:${line.run.color}` }),
+          el("i", { class: "stroke", style: `background:${sampleOf(line.run.color, line.dash)}` }),
           name ? `${name} ` : "",
           el("b", {}, at === null ? brief(values[place], 5) : exact(values[place])),
           smoothed,
