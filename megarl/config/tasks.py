@@ -79,19 +79,21 @@ def tasks_of(config: RunConfig) -> dict[str, RunConfig]:
     return {name: task_of(config, name) for name in names or [""]}
 
 
-def alike_tasks(config: RunConfig) -> list[tuple[list[str], RunConfig]]:
-    """(names of sources, their task), for sources of training prompts whose tasks have the same
-    reward and the same rollouts.
+def sources_of_each_task(config: RunConfig) -> list[list[str]]:
+    """The names of the sources of training prompts, in one list if their tasks have the same reward
+    and the same rollouts.
     """
-    alike: list[tuple[list[str], RunConfig]] = []
-    for source, task in tasks_of(config).items():
-        for names, other in alike:
-            if (other.reward, other.rollout) == (task.reward, task.rollout):
+    tasks = tasks_of(config)
+    lists: list[list[str]] = []
+    for source, task in tasks.items():
+        for names in lists:
+            first = tasks[names[0]]
+            if (first.reward, first.rollout) == (task.reward, task.rollout):
                 names.append(source)
                 break
         else:
-            alike.append(([source], task))
-    return alike
+            lists.append([source])
+    return lists
 
 
 def played_tasks(config: RunConfig) -> dict[str, RunConfig]:

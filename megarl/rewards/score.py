@@ -33,9 +33,9 @@ from megarl.base.rollout_types import (
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import GRADERS, MAX_REWARD, RewardConfig, RolloutConfig, RunConfig
 from megarl.config.tasks import (
-    alike_tasks,
     by_source,
     source_of,
+    sources_of_each_task,
     task_of,
     tasks_of,
     with_source_keys,
@@ -600,13 +600,12 @@ def failed_source(
     `groups` (`too_many_failures`, `too_many_failed_episodes`). Sources with the same reward and
     rollouts are judged together.
     """
-    for names, task in alike_tasks(config):
+    for names in sources_of_each_task(config):
+        task = task_of(config, names[0])
         samples = []
         for group in groups:
             if group.source in names:
                 samples += group.samples
-        if not samples:
-            continue
         parts = parts_of_source(config, names[0])
         problem = too_many_failures(task.reward, samples, parts, teachers)
         problem = problem or too_many_failed_episodes(task.rollout, samples)

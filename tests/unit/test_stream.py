@@ -251,12 +251,14 @@ async def test_error_without_a_waiter_is_raised_by_the_next_wait():
     assert second_ended.is_set(), "the other tasks are ended"
 
 
+async def until_not_idle(group, is_idle, pulse):
+    """Stands in for FurtherSamples."""
+    await pulse.until(lambda: not is_idle())
+    return group
+
+
 def test_further_samples_end_when_an_update_begins():
     """They are sampled while prompts need newer weights, and the trainer has its batch."""
-
-    async def further(group, is_idle, pulse):
-        await pulse.until(lambda: not is_idle())
-        return group
 
     async def body(stream, channel, rollouts):
         stream.put_version(0)
@@ -277,15 +279,11 @@ def test_further_samples_end_when_an_update_begins():
         await settle()
         assert [group.ordinal for group in channel.ready] == [0, 1, 2, 3]
 
-    with_stream(body, further=further)
+    with_stream(body, further=until_not_idle)
 
 
 def test_prompt_that_the_trainer_waits_for_is_sent_at_once():
     """It is due: it would be too old for the batch after the next."""
-
-    async def further(group, is_idle, pulse):
-        await pulse.until(lambda: not is_idle())
-        return group
 
     async def body(stream, channel, rollouts):
         stream.put_version(0)
@@ -303,4 +301,4 @@ def test_prompt_that_the_trainer_waits_for_is_sent_at_once():
         await settle()
         assert [group.ordinal for group in channel.ready] == [0, 1, 3, 4, 2]
 
-    with_stream(body, max_in_flight=6, further=further, max_staleness=1)
+    with_stream(body, max_in_flight=6, further=until_not_idle, max_staleness=1)
